@@ -1,0 +1,163 @@
+"""Agreement as token ids: what each stage would choose after the target's own prefix.
+
+With greedy decoding that choice is a fixed token per stage and position, so one teacher-forced pass
+of each stage over the target's output tells every accept and reject of *any* subset of the stages,
+at any lookahead, with no random acceptance at all.
+
+Off the target's path (after a stage has diverged and before the rollback reaches it; it matters for
+three stages and more) nothing is recorded.  There a verifier agrees with its upstream at a named
+``neighbour_rate``, drawn by counter-based uniforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .acceptance import AcceptanceModel
+from .errors import InputError
+from .uniforms import OFF_PATH, ON_PATH, TOKEN, uniform, word
+
+NO_PROPOSAL = -1
+_MADE_UP = 1 << 32  # made-up tokens start above every vocabulary
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One prompt's choices.
+
+    tokens : int array ``[stage, position]``, target last; -1 = that stage proposes nothing there
+    names : one choice key a row (``StageSpec.choice_key``)
+    budget : tokens that were asked for; the target may have ended earlier, at one of ``eos``
+    """
+
+    prompt: str
+    prompt_length: int
+    names: tuple[str, ...]
+    tokens: NDArray[np.int64]
+    category: str = ""
+    budget: int = 0
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 2 or self.tokens.shape[0] != len(self.names):
+            raise InputError("agreement.tokens", f"must have {len(self.names)} rows", self.tokens.shape)
+        if self.budget < self.tokens.shape[1]:
+            object.__setattr__(self, "budget", int(self.tokens.shape[1]))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[1])
+
+    def select(self, names: Sequence[str]) -> Agreement:
+        """The rows of a pipeline's stages, in its order."""
+        missing = [name for name in names if name not in self.names]
+        if missing:
+            raise InputError("agreement", f"must hold a row for {missing[0]!r}", list(self.names), "calibrate it")
+        rows = [self.names.index(name) for name in names]
+        return replace(self, names=tuple(names), tokens=self.tokens[rows])
+
+    def rate(self, name: str) -> float | None:
+        """Share of positions where this stage's choice is the target's; None without proposals."""
+        row = self.tokens[self.names.index(name)]
+        proposed = row != NO_PROPOSAL
+        return float((row == self.tokens[-1])[proposed].mean()) if proposed.any() else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "prompt_length": self.prompt_length, "names": list(self.names),
+                "tokens": self.tokens.tolist(), "category": self.category, "budget": self.budget,
+                "eos": list(self.eos)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Agreement:
+        try:
+            return cls(data["prompt"], int(data["prompt_length"]), tuple(data["names"]),
+                       np.asarray(data["tokens"], dtype=np.int64).reshape(len(data["names"]), -1),
+                       data.get("category", ""), int(data.get("budget", 0)), tuple(data.get("eos", ())))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError("agreement", f"must hold prompt, prompt_length, names and tokens ({error!r})") from None
+
+
+def synthetic(names: Sequence[str], acceptance: Sequence[AcceptanceModel], *, num_tokens: int, seed: int,
+              prompt: int = 0, prompt_length: int = 1) -> Agreement:
+    """Made-up choices in which stage i agrees with stage i+1 as ``acceptance[i]`` says.
+
+    Built from the target down: a stage's token is its downstream's own with that probability, else a
+    token that nobody else chooses.
+    """
+    k = len(names)
+    tokens = np.empty((k, num_tokens), dtype=np.int64)
+    tokens[-1] = np.arange(num_tokens) + 1
+    for stage in range(k - 2, -1, -1):
+        draws = [uniform(seed, prompt, stage, ON_PATH, position) for position in range(num_tokens)]
+        bits = acceptance[stage].bits(draws)
+        for position, bit in enumerate(bits):
+            tokens[stage, position] = (
+                tokens[stage + 1, position] if bit else made_up(seed, prompt, stage, position, 0)
+            )
+    return Agreement(f"synthetic-{prompt}", prompt_length, tuple(names), tokens)
+
+
+def made_up(seed: int, prompt: int, stage: int, position: int, last: int) -> int:
+    """A token id that no vocabulary and no other stage holds, for a choice that is not recorded."""
+    return _MADE_UP + (word(seed, prompt, stage, TOKEN, position, last) >> 12)
+
+
+@dataclass
+class Replay:
+    """Answers for a stage what its model would have answered: the engine's and the scripted
+    backend's one source of tokens.
+
+    neighbour_rate : probability that a verifier off the target's path agrees with its upstream
+    """
+
+    agreement: Agreement
+    seed: int = 0
+    prompt: int = 0
+    neighbour_rate: float = 0.9
+    _target: list[int] = field(init=False)
+    _rows: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = self.agreement.tokens.tolist()
+        self._target = self._rows[-1]
+
+    def choices(self, stage: int, sequence: Sequence[int], drafts: Sequence[int]) -> list[int]:
+        """Greedy choices after ``sequence`` and after each draft; ``len(drafts) + 1`` tokens."""
+        held = list(sequence)
+        on_path = held == self._target[: len(held)]
+        out = []
+        for draft in (*drafts, None):
+            choice = self._choice(stage, held, on_path, draft)
+            out.append(choice)
+            if draft is not None:
+                on_path = on_path and len(held) < len(self._target) and draft == self._target[len(held)]
+                held.append(draft)
+        return out
+
+    def propose(self, stage: int, sequence: Sequence[int], limit: int) -> list[int]:
+        """Up to ``limit`` tokens of a lookup, each after the ones before it."""
+        held = list(sequence)
+        on_path = held == self._target[: len(held)]
+        out: list[int] = []
+        while len(out) < limit:
+            token = self._choice(stage, held, on_path, None)
+            if token == NO_PROPOSAL:
+                break
+            on_path = on_path and len(held) < len(self._target) and token == self._target[len(held)]
+            held.append(token)
+            out.append(token)
+        return out
+
+    def _choice(self, stage: int, held: list[int], on_path: bool, draft: int | None) -> int:
+        position = len(held)
+        if on_path and position < len(self._target):
+            return self._rows[stage][position]
+        last = held[-1] if held else 0
+        if draft is not None and uniform(self.seed, self.prompt, stage, OFF_PATH, position, last) < self.neighbour_rate:
+            return draft
+        return made_up(self.seed, self.prompt, stage, position, last)

@@ -1,0 +1,228 @@
+"""Latency models: seconds for a step of ``width`` tokens at ``context`` tokens.
+
+Each owns its mean, its spread and its sampler.  The sampler maps a uniform to a time, so an engine
+that asks for the same uniform gets the same time.  Times here are those of a stage computing
+*alone*; what stages cost each other is the profile's contention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .errors import InputError
+
+
+class LatencyModel(Protocol):
+    def mean_s(self, width: int, context: int) -> float:
+        """Mean seconds of a step."""
+        ...
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        """The ``draw``-quantile of the step time."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def _positive(name: str, value: float) -> None:
+    if not value >= 0:
+        raise InputError(name, "must be >= 0", value)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same time for every step."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _positive("seconds", self.seconds)
+
+    def mean_s(self, width: int, context: int) -> float:
+        return self.seconds
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        return self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "constant", "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Affine in width from 2 up, with its own value at width 1 (quantised kernels jump there).
+
+    >>> Affine(one_s=0.12, base_s=0.425, per_token_s=0.001).mean_s(2, 0)
+    0.427
+    """
+
+    one_s: float
+    base_s: float
+    per_token_s: float
+    per_context_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("one_s", "base_s", "per_token_s", "per_context_s"):
+            _positive(name, getattr(self, name))
+
+    def mean_s(self, width: int, context: int) -> float:
+        at_width = self.one_s if width <= 1 else self.base_s + self.per_token_s * width
+        return at_width + self.per_context_s * context
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        return self.mean_s(width, context)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "affine", "one_s": self.one_s, "base_s": self.base_s, "per_token_s": self.per_token_s,
+                "per_context_s": self.per_context_s}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured means by width, linear between widths and beyond the last, affine in context.
+
+    widths : increasing, tokens
+    seconds : mean step time at ``at_context`` tokens of context, one a width
+    quantiles : step time / its mean at evenly spaced probabilities (0 … 1); empty = no spread
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    per_context_s: float = 0.0
+    at_context: int = 0
+    quantiles: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.widths or len(self.widths) != len(self.seconds):
+            raise InputError("table", "must have as many seconds as widths, and at least one",
+                             f"{len(self.widths)} widths, {len(self.seconds)} seconds")
+        if any(b <= a for a, b in zip(self.widths, self.widths[1:], strict=False)):
+            raise InputError("table.widths", "must increase", self.widths)
+        for seconds in self.seconds:
+            _positive("table.seconds", seconds)
+
+    def mean_s(self, width: int, context: int) -> float:
+        w, s = self.widths, self.seconds
+        if len(w) > 1 and width > w[-1]:
+            slope = max(0.0, (s[-1] - s[-2]) / (w[-1] - w[-2]))
+            at_width = s[-1] + slope * (width - w[-1])
+        else:
+            at_width = float(np.interp(width, w, s))
+        return max(at_width + self.per_context_s * (context - self.at_context), 0.0)
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        mean = self.mean_s(width, context)
+        if not self.quantiles:
+            return mean
+        n = len(self.quantiles) - 1
+        i = min(int(draw * n), n - 1)
+        ratio = self.quantiles[i] + (self.quantiles[i + 1] - self.quantiles[i]) * (draw * n - i)
+        return mean * ratio
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "table", "widths": list(self.widths), "seconds": list(self.seconds),
+                "per_context_s": self.per_context_s, "at_context": self.at_context,
+                "quantiles": list(self.quantiles)}
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """Observed step times, whatever the width; the sampler reads their quantiles."""
+
+    observed_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.observed_s:
+            raise InputError("observed_s", "must hold at least one time")
+        for seconds in self.observed_s:
+            _positive("observed_s", seconds)
+
+    def mean_s(self, width: int, context: int) -> float:
+        return float(np.mean(self.observed_s))
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        return float(np.quantile(self.observed_s, draw))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "empirical", "observed_s": list(self.observed_s)}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """An ESTIMATE from a model's size and a device's peaks: the larger of the time to read the
+    weights and cache and the time to multiply.  No kernel reaches both peaks; measure instead.
+
+    weight_bytes, cache_bytes_per_token : read every step
+    flops_per_token : about 2 per weight
+    """
+
+    weight_bytes: float
+    flops_per_token: float
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    cache_bytes_per_token: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth_bytes_per_s", "flops_per_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(name, "must be > 0", getattr(self, name))
+
+    def mean_s(self, width: int, context: int) -> float:
+        memory = (self.weight_bytes + self.cache_bytes_per_token * context) / self.bandwidth_bytes_per_s
+        return self.overhead_s + max(memory, width * self.flops_per_token / self.flops_per_s)
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        return self.mean_s(width, context)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "roofline", **self.__dict__}
+
+
+def latency_from_dict(data: dict[str, Any]) -> LatencyModel:
+    """The inverse of ``to_dict``; raises InputError for an unknown kind or key."""
+    kinds = {"constant": Constant, "affine": Affine, "table": Table, "empirical": Empirical, "roofline": Roofline}
+    rest = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    kind = rest.pop("kind", None)
+    if kind not in kinds:
+        raise InputError("latency.kind", f"must be one of {', '.join(kinds)}", kind)
+    try:
+        return kinds[kind](**rest)
+    except TypeError as error:
+        raise InputError(f"latency ({kind})", str(error).split(") ", 1)[-1]) from None
+
+
+def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[float], *,
+              num_quantiles: int = 33) -> Table:
+    """Least-squares table: one mean a width and one common slope in context.
+
+    Parameters
+    ----------
+    widths, contexts, seconds : one entry a measured step
+
+    Returns
+    -------
+    Table with the quantiles of the ratio measured / fitted, so that its sampler has the spread of
+    the measurement and its mean the mean of the measurement.
+    """
+    w = np.asarray(widths)
+    c = np.asarray(contexts, dtype=float)
+    t = np.asarray(seconds, dtype=float)
+    levels = np.unique(w)
+    at = float(c.mean())
+    # Slope within widths, so that a width that was met late does not pass for a cost of context.
+    centred_c = c - np.array([c[w == x].mean() for x in w])
+    centred_t = t - np.array([t[w == x].mean() for x in w])
+    variance = float((centred_c**2).sum())
+    slope = max(0.0, float((centred_c * centred_t).sum()) / variance) if variance > 0 else 0.0
+    means = [float((t[w == x] - slope * (c[w == x] - at)).mean()) for x in levels]
+    table = Table(tuple(int(x) for x in levels), tuple(means), slope, round(at))
+    ratios = np.array([s / table.mean_s(int(x), int(y)) for x, y, s in zip(w, c, t, strict=True)])
+    quantiles = np.quantile(ratios, np.linspace(0, 1, num_quantiles))
+    # Piecewise-linear quantiles shift the mean a little; scale so that sampling keeps it.
+    area = float(np.trapezoid(quantiles, dx=1 / (num_quantiles - 1)))
+    return Table(table.widths, table.seconds, slope, table.at_context, tuple((quantiles / area).tolist()))

@@ -1,0 +1,195 @@
+"""What is assumed or fitted: latencies, acceptance, contention and costs.  Never what is configured.
+
+Entries are keyed by what they belong to — a latency by model, dtype, quantisation, device and
+threads; an acceptance by a pair of models — so that any pipeline of the profile's models can be
+built.  In a profile written by hand a stage's *name* serves as the key too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .acceptance import AcceptanceModel, acceptance_from_dict
+from .agreement import Agreement
+from .errors import InputError
+from .latency import LatencyModel, latency_from_dict
+from .spec import LinkSpec, PipelineSpec, StageSpec, read_document
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StageLatency:
+    """Seconds of a stage's steps.
+
+    step : by width and context; for a lookup, width counts the tokens that it proposes
+    prefill : of the first step, by its width; None = as ``step``
+    """
+
+    step: LatencyModel
+    prefill: LatencyModel | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step.to_dict(), "prefill": self.prefill.to_dict() if self.prefill else None}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> StageLatency:
+        if "kind" in data:  # by hand, one model for everything
+            return cls(latency_from_dict(data))
+        return cls(latency_from_dict(data["step"]), latency_from_dict(data["prefill"]) if data.get("prefill") else None)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds between steps.
+
+    start_s : from the request to the first step of a stage that need not wait
+    turnaround_s : from the end of a step to the next one of the same stage
+    handover_s : from the end of a sender's step to the start of the step of a receiver that waited
+    rollback_s : extra time of the first step after a rollback (cropping the cache)
+    finish_s : from the end of the target's last step to the request's end
+    """
+
+    start_s: float = 0.0
+    turnaround_s: float = 0.0
+    handover_s: float = 0.0
+    rollback_s: float = 0.0
+    finish_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if not getattr(self, item.name) >= 0:
+                raise InputError(f"costs.{item.name}", "must be >= 0", getattr(self, item.name))
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Rates of progress of stages that compute at the same time; 1 = as fast as alone."""
+
+    rates: dict[str, float]
+
+    def __post_init__(self) -> None:
+        for key, rate in self.rates.items():
+            if not 0 < rate <= 2:
+                raise InputError(f"contention.{key}", "must be in (0, 2]", rate)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything a prediction needs besides the spec.
+
+    latency : by stage key (``StageSpec.time_key``) or stage name
+    acceptance : by pair, ``"drafter>verifier"`` in choice keys or stage names
+    agreement : recorded choices of the calibration prompts; where a pipeline's stages all have
+        rows here, they are used instead of ``acceptance``
+    timing_spread : relative standard deviation of the mean step time between repeats
+    origin : ``assumed`` or ``fitted``; ``source`` says from what
+    """
+
+    latency: dict[str, StageLatency]
+    acceptance: dict[str, AcceptanceModel] = field(default_factory=dict)
+    contention: tuple[Contention, ...] = ()
+    costs: dict[str, Costs] = field(default_factory=dict)
+    agreement: tuple[Agreement, ...] = ()
+    timing_spread: float = 0.0
+    neighbour_rate: float = 0.9
+    origin: str = "assumed"
+    source: str = ""
+
+    def stage_latency(self, stage: StageSpec) -> StageLatency:
+        for key in (stage.time_key, stage.name):
+            if key in self.latency:
+                return self.latency[key]
+        raise InputError(f"profile.latency[{stage.name}]", "must be there", mend=(
+            f"calibrate this pipeline, or add an entry under {stage.name!r} or {stage.time_key!r}"))
+
+    def stage_costs(self, stage: StageSpec) -> Costs:
+        for key in (stage.time_key, stage.name, "*"):
+            if key in self.costs:
+                return self.costs[key]
+        return Costs()
+
+    def pair(self, drafter: StageSpec, verifier: StageSpec) -> AcceptanceModel:
+        for a, b in ((drafter.choice_key, verifier.choice_key), (drafter.name, verifier.name)):
+            if f"{a}>{b}" in self.acceptance:
+                return self.acceptance[f"{a}>{b}"]
+        raise InputError(f"profile.acceptance[{drafter.name}>{verifier.name}]", "must be there", mend=(
+            "calibrate this pair, or add e.g. {kind: iid, acceptance_rate: 0.8}"))
+
+    def rates(self, computing: frozenset[str]) -> dict[str, float]:
+        """Rate of each of the stage keys that compute now.  A set that was not measured gets, per
+        stage, the smallest rate of the measured subsets that hold it."""
+        out = dict.fromkeys(computing, 1.0)
+        for entry in self.contention:
+            keys = frozenset(entry.rates)
+            if keys == computing:
+                return dict(entry.rates)
+            if keys < computing:
+                for key in keys:
+                    out[key] = min(out[key], entry.rates[key])
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": PROFILE_VERSION, "origin": self.origin, "source": self.source,
+            "timing_spread": self.timing_spread, "neighbour_rate": self.neighbour_rate,
+            "latency": {key: value.to_dict() for key, value in self.latency.items()},
+            "acceptance": {key: value.to_dict() for key, value in self.acceptance.items()},
+            "contention": [entry.rates for entry in self.contention],
+            "costs": {key: value.__dict__ for key, value in self.costs.items()},
+            "agreement": [entry.to_dict() for entry in self.agreement],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "profile") -> Profile:
+        """Validate; raises InputError naming field, rule and value."""
+        if not isinstance(data, dict):
+            raise InputError(where, "must hold a mapping", type(data).__name__)
+        known = {"version", *(item.name for item in fields(cls))}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise InputError(f"{where}: {unknown[0]}", f"is not a known key ({', '.join(sorted(known))})")
+        version = data.get("version", PROFILE_VERSION)
+        if version != PROFILE_VERSION:
+            raise InputError(f"{where}: version", f"must be {PROFILE_VERSION}", version)
+        if not data.get("latency"):
+            raise InputError(f"{where}: latency", "must hold at least one stage")
+        try:
+            return cls(
+                latency={key: StageLatency.from_dict(value) for key, value in data["latency"].items()},
+                acceptance={k: acceptance_from_dict(v) for k, v in (data.get("acceptance") or {}).items()},
+                contention=tuple(Contention(dict(rates)) for rates in data.get("contention") or ()),
+                costs={key: Costs(**value) for key, value in (data.get("costs") or {}).items()},
+                agreement=tuple(Agreement.from_dict(entry) for entry in data.get("agreement") or ()),
+                timing_spread=float(data.get("timing_spread", 0.0)),
+                neighbour_rate=float(data.get("neighbour_rate", 0.9)),
+                origin=data.get("origin", "assumed"), source=data.get("source", ""),
+            )
+        except InputError as error:
+            raise InputError(where, str(error)) from None
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise InputError(where, f"cannot be read ({error!r})") from None
+
+
+def load_profile(path: str | Path) -> Profile:
+    return Profile.from_dict(read_document(path), str(path))
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Write JSON; numbers survive the round trip exactly."""
+    Path(path).write_text(json.dumps(profile.to_dict(), indent=1, allow_nan=False), encoding="utf-8")
+
+
+def recorded(profile: Profile, pipeline: PipelineSpec) -> list[Agreement]:
+    """The profile's recorded prompts for a pipeline; empty where a stage has no rows."""
+    names = [stage.choice_key for stage in pipeline.stages]
+    return [entry.select(names) for entry in profile.agreement if set(names) <= set(entry.names)]
+
+
+def pairs(pipeline: PipelineSpec) -> Sequence[tuple[StageSpec, StageSpec, LinkSpec]]:
+    """Neighbours and the link between them."""
+    return list(zip(pipeline.stages, pipeline.stages[1:], pipeline.links, strict=False))

@@ -1,0 +1,391 @@
+"""The rules of one stage, without time and without a model.
+
+The simulator and the executor both drive this state machine: a driver hands it messages, asks it
+for the next step, runs that step (in simulated or in real time) and tells it the tokens that came
+out.  One class serves every position: a drafter has no upstream, a target no downstream.
+
+Both kinds of message are *snapshots* of everything the receiver has not yet acknowledged, so a
+message that is lost, doubled or overtaken can delay a stage but never mislead it:
+
+* ``Drafts`` go downstream: what the sender holds beyond the last verdict that it knows.
+* ``Verdict`` goes upstream: the sender's own tokens from the position the receiver has acknowledged.
+
+A rejection or a rollback raises the link's epoch; a receiver drops and counts older messages.
+A fully accepted window raises nothing: its bonus token travels upstream, and a drafter that had
+already drafted past it keeps what agrees.  Whoever compares, compares tokens.
+
+Positions count generated tokens; the prompt lies before position 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .spec import PipelineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Downstream: tokens for positions ``start``, ``start + 1``, …  ``final``: no more to come."""
+
+    epoch: int
+    serial: int
+    start: int
+    tokens: tuple[int, ...]
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Upstream: the verifier's tokens from ``start``.  ``turn``: the receiver may work again
+    (a synchronous chain hands its one turn round; in a pipeline every stage always has it)."""
+
+    epoch: int
+    serial: int
+    start: int
+    tokens: tuple[int, ...]
+    turn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass.
+
+    kind : ``prefill`` (the stage's first), ``draft`` (stage 0), ``verify``, ``decode`` (no drafts)
+    position : generated tokens held before the step
+    cached : of prompt + generated tokens, how many the stage's cache still covers
+    width : tokens in the forward: those not cached yet plus the drafts (0 for a lookup)
+    drafts : what is verified
+    limit : most tokens a draft step may yield
+    """
+
+    kind: str
+    position: int
+    cached: int
+    width: int
+    drafts: tuple[int, ...]
+    limit: int
+    epoch: int
+    rolled_back: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """What became of tokens.  ``drafted = kept + cut + undecided`` counted by the drafter;
+    ``proposed >= accepted + rejected`` counted by its verifier (see metrics.py)."""
+
+    drafted: int = 0
+    kept: int = 0
+    cut: int = 0
+    undecided: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    emitted: int = 0
+    steps: int = 0
+    stale: int = 0
+
+
+@dataclass(slots=True)
+class Stage:
+    """Stage ``index`` of ``pipeline`` while it generates for one prompt.
+
+    ``sequence`` starts empty; the target's is the answer.  Driver's loop::
+
+        while not stage.done:
+            for message in arrived: stage.receive(message)
+            step = stage.next_step()
+            send(stage.take_outbox())
+            if step is None: wait for a message
+            else: stage.finish(step, tokens that came out)
+    """
+
+    pipeline: PipelineSpec
+    index: int
+    prompt_length: int
+    budget: int
+    eos: frozenset[int] = frozenset()
+    sequence: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
+    counters: Counters = field(default_factory=Counters)
+    done: bool = False
+
+    cached: int = 0
+    _rolled_back: bool = False
+    _started: bool = False
+    _exhausted: bool = False
+    _has_turn: bool = True
+    # Link downstream: what the downstream is known to have decided.
+    _epoch_down: int = 0
+    _known_down: int = 0
+    _seen_verdict: int = 0
+    _sent_drafts: int = 0
+    _announced: bool = False
+    # Link upstream.
+    _epoch_up: int = 0
+    _acknowledged: int = 0
+    _seen_drafts: int = 0
+    _sent_verdicts: int = 0
+    _upstream_final: bool = False
+    _outbox_up: list[Verdict] = field(default_factory=list)
+    _outbox_down: Drafts | None = None
+
+    def __post_init__(self) -> None:
+        self._has_turn = self.index == 0 or not self.synchronous
+        self.done = self.budget <= 0
+
+    # -- what the stage is ------------------------------------------------------------------
+
+    @property
+    def is_drafter(self) -> bool:
+        return self.index == 0 and not self.is_target
+
+    @property
+    def is_target(self) -> bool:
+        return self.index == len(self.pipeline.stages) - 1
+
+    @property
+    def has_upstream(self) -> bool:
+        return self.index > 0
+
+    @property
+    def synchronous(self) -> bool:
+        return self.pipeline.strategy == "speculative"
+
+    # -- what to do next --------------------------------------------------------------------
+
+    def next_step(self) -> Step | None:
+        """The step to run now, or None: wait for a message."""
+        if self.done or not self._has_turn or self._cannot_go_on():
+            self._announce_if_stuck()
+            return None
+        room = self._room()
+        if room < 1 or (self.has_upstream and not self._enough_drafts()):
+            return None
+        block = self.pipeline.stages[self.index].block
+        window: tuple[int, ...] = ()
+        if self.has_upstream and not self._decodes_plainly():
+            window = self.drafts[: min(room - 1, self.pipeline.links[self.index - 1].max_window)]
+        held = self.prompt_length + len(self.sequence)
+        if block:
+            kind = "draft"
+        elif not self._started:
+            kind = "prefill"
+        else:
+            kind = "draft" if self.is_drafter else "verify" if window else "decode"
+        return Step(
+            kind=kind, position=len(self.sequence), cached=self.cached,
+            width=0 if block else held - self.cached + len(window),
+            drafts=window, limit=room if block else 1, epoch=self._epoch_up if self.has_upstream else self._epoch_down,
+            rolled_back=self._rolled_back,
+        )
+
+    def _room(self) -> int:
+        """Tokens that one more step may add: token budget, buffer and, in turn, the lookahead."""
+        room = self.budget - len(self.sequence)
+        if self.is_target:
+            return room
+        link = self.pipeline.links[self.index]
+        ahead = len(self.sequence) - self._known_down
+        allowed = link.buffer_tokens
+        if self.synchronous and (self.is_drafter or self._decodes_plainly()):
+            allowed = link.lookahead
+        # The last token of the budget is always the target's own.
+        return min(room - 1, allowed - ahead)
+
+    def _enough_drafts(self) -> bool:
+        if self.synchronous:
+            return self._batch_waits() or self._decodes_plainly()
+        if not self._started or self._batch_waits():
+            return True
+        wanted = self.pipeline.links[self.index - 1].lookahead
+        # Near the end of the budget a full window cannot be used, so none is waited for.
+        return len(self.drafts) >= min(wanted, max(self.budget - 1 - len(self.sequence), 0))
+
+    def _batch_waits(self) -> bool:
+        """Upstream said *final* about exactly what this stage holds."""
+        return self._upstream_final and self._acknowledged == len(self.sequence)
+
+    def _decodes_plainly(self) -> bool:
+        """A middle stage of a chain that has verified this round's batch goes on alone."""
+        return self.synchronous and self.has_upstream and self._has_turn and not self._upstream_final
+
+    def _cannot_go_on(self) -> bool:
+        if self.is_target:
+            return False
+        ended = bool(self.sequence) and self.sequence[-1] in self.eos
+        full = len(self.sequence) >= self.budget - 1
+        # In a chain, having no room ends the stage's part of the round; in a pipeline it waits.
+        return ended or full or self._exhausted or (self.synchronous and self._room() < 1)
+
+    def _announce_if_stuck(self) -> None:
+        """Tell a waiting verifier, once per state, that no more drafts will come."""
+        if self.done or self.is_target or not self._has_turn or self._announced or not self._cannot_go_on():
+            return
+        self._announced = True
+        self._offer(final=True)
+        if self.synchronous:
+            self._has_turn = False
+
+    # -- what came of a step ------------------------------------------------------------------
+
+    def finish(self, step: Step, choices: Sequence[int]) -> int:
+        """Book a finished step; returns the number of accepted drafts.
+
+        choices : for a draft step the proposed tokens (perhaps none); otherwise the stage's greedy
+            choice after the last held token and after each draft, ``len(step.drafts) + 1`` of them.
+        """
+        self._started = True
+        self._rolled_back = False
+        self.counters.steps += 1
+        if self.is_drafter:
+            return self._finish_draft(step, choices)
+        drafts = step.drafts
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+            accepted += 1
+            if drafts[accepted - 1] in self.eos:
+                break
+        ended = accepted > 0 and drafts[accepted - 1] in self.eos
+        emitted = list(drafts[:accepted]) if ended else [*drafts[:accepted], choices[accepted]]
+        rejected = not ended and accepted < len(drafts)
+        self.cached = self.prompt_length + len(self.sequence) + accepted
+        self.sequence += emitted
+        count = self.counters
+        count.proposed += len(drafts)
+        count.accepted += accepted
+        count.rejected += rejected
+        count.emitted += len(emitted)
+        count.drafted += 0 if self.is_target else len(emitted)
+        self._announced = False
+        if self.has_upstream:
+            waiting = self.drafts
+            self.drafts = () if rejected else self._beyond(waiting, emitted)
+            self._epoch_up += rejected
+            if self.synchronous:
+                self._upstream_final = False
+        if self.is_target:
+            self.done = len(self.sequence) >= self.budget or emitted[-1] in self.eos
+        if self.has_upstream:
+            self._tell_upstream(turn=self.is_target or not self.synchronous)
+            if self.is_target and self.synchronous:
+                self._has_turn = False
+        if not self.is_target and not self.synchronous:
+            self._offer(final=False)
+        return accepted
+
+    def _finish_draft(self, step: Step, tokens: Sequence[int]) -> int:
+        kept = list(tokens[: step.limit])
+        for i, token in enumerate(kept):
+            if token in self.eos:
+                kept = kept[: i + 1]
+                break
+        if not self.pipeline.stages[self.index].block:
+            self.cached = self.prompt_length + len(self.sequence)
+        self.sequence += kept
+        self._exhausted = len(kept) < step.limit and not (kept and kept[-1] in self.eos)
+        self._announced = False
+        self.counters.drafted += len(kept)
+        self.counters.emitted += len(kept)
+        if kept and not self.synchronous:
+            self._offer(final=False)
+        return 0
+
+    @staticmethod
+    def _beyond(drafts: tuple[int, ...], tokens: Sequence[int]) -> tuple[int, ...]:
+        """What of ``drafts`` lies beyond ``tokens``, provided that it continues them."""
+        n = len(tokens)
+        return drafts[n:] if drafts[:n] == tuple(tokens) else ()
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def receive(self, message: Drafts | Verdict) -> None:
+        """Book a message; stale ones are counted and change nothing."""
+        if self.done:
+            return
+        if isinstance(message, Drafts):
+            self._on_drafts(message)
+        else:
+            self._on_verdict(message)
+
+    def _on_drafts(self, message: Drafts) -> None:
+        if message.epoch < self._epoch_up or message.serial <= self._seen_drafts:
+            self.counters.stale += 1
+            return
+        self._seen_drafts = message.serial
+        self._acknowledged = message.start
+        self.drafts = self._beyond(message.tokens, self.sequence[message.start :])
+        self._upstream_final = message.final
+        if self.synchronous and message.final:
+            self._has_turn = True
+
+    def _on_verdict(self, message: Verdict) -> None:
+        if message.serial <= self._seen_verdict:
+            self.counters.stale += 1
+            return
+        self._seen_verdict = message.serial
+        self._epoch_down = message.epoch
+        end = message.start + len(message.tokens)
+        held = self.sequence[message.start : end]
+        same = 0
+        while same < len(held) and held[same] == message.tokens[same]:
+            same += 1
+        first = message.start + same
+        known = self._known_down
+        self._known_down = end
+        if first < end:
+            self._adopt(first, message.tokens[same:], known)
+        else:
+            self.counters.kept += max(0, end - known)
+        if self.synchronous and message.turn:
+            if self.has_upstream:
+                self._tell_upstream(turn=True)
+            else:
+                self._has_turn = True
+        self._announced = False
+
+    def _adopt(self, first: int, tokens: tuple[int, ...], known: int) -> None:
+        """Replace everything from position ``first`` by the downstream's tokens."""
+        cut = len(self.sequence) - first
+        self.counters.kept += max(0, first - known)
+        self.counters.cut += len(self.sequence) - max(first, known) if cut else 0
+        self._exhausted = False
+        if cut:
+            del self.sequence[first:]
+            self._rolled_back = self.cached > self.prompt_length + first
+            self.cached = min(self.cached, self.prompt_length + first)
+        self.sequence += tokens
+        if not self.has_upstream:
+            return
+        self.drafts = () if cut else self._beyond(self.drafts, tokens)
+        if cut:
+            self._epoch_up += 1
+            self._acknowledged = min(self._acknowledged, first)
+        self._tell_upstream(turn=not self.synchronous)
+
+    def _tell_upstream(self, *, turn: bool) -> None:
+        start = min(self._acknowledged, len(self.sequence))
+        self._sent_verdicts += 1
+        self._outbox_up.append(
+            Verdict(self._epoch_up, self._sent_verdicts, start, tuple(self.sequence[start:]), turn)
+        )
+
+    def _offer(self, *, final: bool) -> None:
+        self._sent_drafts += 1
+        start = self._known_down
+        self._outbox_down = Drafts(
+            self._epoch_down, self._sent_drafts, start, tuple(self.sequence[start:]), final
+        )
+
+    def take_outbox(self) -> tuple[list[Verdict], Drafts | None]:
+        """Messages to send now: all verdicts upstream, only the newest drafts downstream."""
+        up, down = self._outbox_up, self._outbox_down
+        self._outbox_up, self._outbox_down = [], None
+        return up, down
+
+    def close(self) -> Counters:
+        """The counters, once the prompt has ended and every message has been received."""
+        if not self.is_target:
+            self.counters.undecided = max(0, len(self.sequence) - self._known_down)
+        return self.counters

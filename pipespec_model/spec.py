@@ -1,0 +1,215 @@
+"""What is configured: stages, the links between them, and how they work together.
+
+A spec holds no latency and no acceptance: the executor cannot be told how fast it is.  Stages are
+numbered from the drafter (0) to the target (k-1); link i joins stage i to stage i+1.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import InputError
+
+Strategy = Literal["autoregressive", "speculative", "pipelined"]
+Handshake = Literal["overlapped", "blocking"]
+S = TypeVar("S", bound=BaseModel)
+
+
+class Spec(BaseModel):
+    """Frozen, and unknown keys are an error: an option that is parsed and never used is a trap."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+class StageSpec(Spec):
+    """One stage: what proposes or verifies tokens, and what it runs on.
+
+    ``model`` is a Hugging Face id, a local folder, a GGUF file or a name from the built-in zoo.
+    ``drafter: prompt-lookup`` needs only that model's tokenizer: it proposes what followed the last
+    occurrence of the current n-gram.
+    """
+
+    name: str = Field(min_length=1)
+    model: str = Field(min_length=1)
+    drafter: Literal["model", "prompt-lookup"] = "model"
+    device: str = "cpu"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    quantize: Literal["int8", "4bit", "8bit"] | None = None
+    threads: int = Field(default=1, ge=1)
+    cores: tuple[int, ...] | None = None
+    max_ngram: int = Field(default=3, ge=1)
+
+    @property
+    def block(self) -> bool:
+        """Whether one draft step may yield several tokens."""
+        return self.drafter == "prompt-lookup"
+
+    @property
+    def choice_key(self) -> str:
+        """What decides this stage's tokens: two stages with one key choose alike."""
+        if self.block:
+            return f"prompt-lookup-{self.max_ngram}"
+        return f"{self.model}|{self.dtype}|{self.quantize or 'none'}"
+
+    @property
+    def time_key(self) -> str:
+        """What decides this stage's step times."""
+        return f"{self.choice_key}|{self.device}|{self.threads}t"
+
+
+class LinkSpec(Spec):
+    """Between stage i and i+1.
+
+    lookahead : drafts that must wait before the verifier starts (0 = never wait)
+    buffer_tokens : drafts that may be undecided at once; a drafter that is this far ahead waits
+    max_window : most drafts in one verification
+    """
+
+    lookahead: int = Field(default=0, ge=0)
+    buffer_tokens: int = Field(default=16, ge=1)
+    max_window: int = Field(default=16, ge=1)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> LinkSpec:
+        if self.lookahead > min(self.buffer_tokens, self.max_window):
+            raise ValueError(
+                f"lookahead must be <= min(buffer_tokens, max_window) = "
+                f"{min(self.buffer_tokens, self.max_window)}, got {self.lookahead}"
+            )
+        return self
+
+
+class PipelineSpec(Spec):
+    """A pipeline of k stages and k-1 links."""
+
+    stages: tuple[StageSpec, ...] = Field(min_length=1)
+    links: tuple[LinkSpec, ...] = ()
+    strategy: Strategy = "pipelined"
+    handshake: Handshake = "overlapped"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_links(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "links" not in data and isinstance(data.get("stages"), list | tuple):
+            data = {**data, "links": [{} for _ in data["stages"][1:]]}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PipelineSpec:
+        k = len(self.stages)
+        if self.strategy == "autoregressive" and k != 1:
+            raise ValueError(f"stages must be 1 for strategy autoregressive, got {k}")
+        if self.strategy != "autoregressive" and k < 2:
+            raise ValueError(
+                f"stages must be >= 2 for strategy {self.strategy}, got {k}: "
+                "add a drafter, or use strategy autoregressive"
+            )
+        if len(self.links) != k - 1:
+            raise ValueError(f"links must have one entry per neighbouring pair ({k - 1}), got {len(self.links)}")
+        if len({stage.name for stage in self.stages}) != k:
+            raise ValueError(f"stage names must differ, got {[stage.name for stage in self.stages]}")
+        if self.strategy == "speculative" and any(link.lookahead < 1 for link in self.links):
+            raise ValueError(
+                "lookahead must be >= 1 for strategy speculative, got 0: a synchronous drafter drafts "
+                "exactly lookahead tokens a round"
+            )
+        for i, stage in enumerate(self.stages[1:], 1):
+            if stage.block:
+                raise ValueError(f"stages.{i}.drafter must be 'model': only the first stage may be a lookup")
+        return self
+
+    @property
+    def target(self) -> StageSpec:
+        return self.stages[-1]
+
+    @property
+    def label(self) -> str:
+        """The field's notation, drafter first: ``{lookup,int8,full}``."""
+        return "{" + ",".join(stage.name for stage in self.stages) + "}"
+
+    @classmethod
+    def from_dict(cls, data: Any) -> PipelineSpec:
+        """Validate; raises InputError naming field, rule and value."""
+        return checked(cls, data, "pipeline")
+
+
+def checked(cls: type[S], data: Any, what: str) -> S:
+    """``cls.model_validate`` with pydantic's report turned into one line."""
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        raise InputError(what, _first(error)) from None
+
+
+def _first(error: ValidationError) -> str:
+    item = error.errors()[0]
+    field = ".".join(str(part) for part in item["loc"])
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{field}: {message}" if field else message
+    if item["type"] == "extra_forbidden":
+        return f"{field} is not a known key: remove it or mend its spelling"
+    rule = message.replace("Input should be", "must be").replace("Field required", "is required")
+    rule = rule.replace("greater than or equal to", ">=").replace("less than or equal to", "<=")
+    return f"{field} {rule}, got {item['input']!r}"
+
+
+def load_pipeline(path: str | Path) -> PipelineSpec:
+    """Read a pipeline from YAML, or from the published code's ``models.json`` list as it is."""
+    data = read_document(path)
+    if isinstance(data, list):
+        data = _from_models_json(data, str(path))
+    if not isinstance(data, dict):
+        raise InputError(str(path), "must hold a mapping with the key 'stages'", type(data).__name__)
+    return checked(PipelineSpec, data, str(path))
+
+
+def read_document(path: str | Path) -> Any:
+    """Read JSON or YAML by the file's name; raises InputError naming the file."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(str(path), "must be an existing file", mend="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(str(path), f"must be a readable text file ({error})") from None
+    try:
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}", f"must be JSON ({error.msg})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise InputError(where, f"must be YAML ({getattr(error, 'problem', None) or 'cannot be read'})") from None
+
+
+def _from_models_json(entries: list[Any], path: str) -> dict[str, Any]:
+    stages = []
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict) or "path" not in entry:
+            raise InputError(f"{path}: {i}", "must be an object with the key 'path'", type(entry).__name__)
+        unknown = set(entry) - {"path", "devices", "dtype", "quantize"}
+        if unknown:
+            raise InputError(f"{path}: {i}.{min(unknown)}", "is not a known key")
+        devices = entry.get("devices") or ["cpu"]
+        if len(devices) > 1:
+            raise InputError(f"{path}: {i}.devices", "must name one device: a stage over several is not supported",
+                             devices)
+        stages.append({
+            "name": Path(entry["path"]).name, "model": entry["path"], "device": devices[0],
+            "dtype": entry.get("dtype") or "float32", "quantize": entry.get("quantize") or None,
+        })
+    return {"stages": stages, "strategy": "pipelined" if len(stages) > 1 else "autoregressive"}
+
+
+def dump_pipeline(spec: PipelineSpec, path: str | Path) -> None:
+    """Write the resolved configuration (every default filled in)."""
+    Path(path).write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False), encoding="utf-8")

@@ -1,0 +1,223 @@
+"""What happened: a header, one record a step, one a finished prompt.  JSON Lines, append-only.
+
+A killed run leaves a readable file: whole records are kept, a torn last line is reported with its
+number, and a prompt counts only once its ``prompt_end`` is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import InputError
+
+TRACE_VERSION = 1
+Origin = Literal["measured", "simulated", "emulated", "imported"]
+ORIGINS = ("measured", "simulated", "emulated", "imported")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of one stage.
+
+    start_s : since the request; None where an import has durations only
+    includes_wait : whether duration_s covers waiting too (imports)
+    position : generated tokens held before the step
+    context : tokens in the cache before the step
+    width : tokens in the forward; drafts: how many of them were drafts
+    """
+
+    prompt: int
+    stage: int
+    kind: str
+    start_s: float | None
+    duration_s: float
+    position: int
+    context: int
+    width: int
+    drafts: int
+    accepted: int
+    emitted: int
+    epoch: int
+    includes_wait: bool = False
+    rolled_back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """One finished prompt.
+
+    total_s : from the request to its last token, prefill included; ttft_s : to its first token
+    counters : per stage, see protocol.Counters
+    near_tie_margin : target's top-2 margin per emitted token where it was recorded
+    """
+
+    prompt: int
+    name: str
+    prompt_length: int
+    tokens: list[int]
+    total_s: float
+    ttft_s: float
+    counters: list[dict[str, int]]
+    category: str = ""
+    repeat: int = 0
+    margins: list[float] | None = None
+
+
+@dataclass
+class Trace:
+    """Header and records of one run."""
+
+    origin: str
+    pipeline: dict[str, Any]
+    seed: int = 0
+    host: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    prompts: list[PromptRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.origin not in ORIGINS:
+            raise InputError("trace.origin", f"must be one of {', '.join(ORIGINS)}", self.origin)
+
+    def header(self) -> dict[str, Any]:
+        return {"type": "header", "version": TRACE_VERSION, "origin": self.origin, "pipeline": self.pipeline,
+                "seed": self.seed, "host": self.host, "versions": self.versions, "options": self.options}
+
+    def add(self, prompt: PromptRecord, steps: Iterable[StepRecord]) -> None:
+        self.steps += steps
+        self.prompts.append(prompt)
+
+    def only(self, prompts: Iterable[int]) -> Trace:
+        """The same run with some of its prompts."""
+        keep = set(prompts)
+        return Trace(self.origin, self.pipeline, self.seed, self.host, self.versions, self.options,
+                     [step for step in self.steps if step.prompt in keep],
+                     [prompt for prompt in self.prompts if prompt.prompt in keep])
+
+
+class TraceWriter:
+    """Appends a prompt at a time; the file is whole after each."""
+
+    def __init__(self, path: str | Path, trace: Trace) -> None:
+        self.path = Path(path)
+        fresh = not self.path.exists() or self.path.stat().st_size == 0
+        self._file = self.path.open("a", encoding="utf-8")
+        if fresh:
+            self._write([trace.header()])
+
+    def append(self, prompt: PromptRecord, steps: Iterable[StepRecord]) -> None:
+        records: list[dict[str, Any]] = [{"type": "step", **asdict(step)} for step in steps]
+        records.append({"type": "prompt_end", **asdict(prompt)})
+        self._write(records)
+
+    def _write(self, records: Iterable[dict[str, Any]]) -> None:
+        self._file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    Path(path).unlink(missing_ok=True)
+    by_prompt: dict[int, list[StepRecord]] = {}
+    for step in trace.steps:
+        by_prompt.setdefault(step.prompt, []).append(step)
+    with TraceWriter(path, trace) as writer:
+        for prompt in trace.prompts:
+            writer.append(prompt, by_prompt.get(prompt.prompt, []))
+
+
+def load_trace(path: str | Path) -> tuple[Trace, str | None]:
+    """Read a trace.
+
+    Returns
+    -------
+    trace : whole records only; steps of a prompt without its ``prompt_end`` are left out
+    warning : what was torn, with its line number; None when the file was whole
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(str(path), f"must be a readable file ({error.strerror})") from None
+    trace: Trace | None = None
+    warning = None
+    pending: list[StepRecord] = []
+    # Every record ends with a newline, so what follows the last one is torn even if it parses.
+    torn = lines.pop()
+    if torn:
+        warning = f"{path}:{len(lines) + 1}: the last line is torn and was left out"
+    for number, record in _records(path, lines):
+        kind = record.pop("type", None)
+        if trace is None:
+            trace = _header(path, kind, record)
+        elif kind == "step":
+            pending.append(_record(StepRecord, record, path, number))
+        elif kind == "prompt_end":
+            prompt = _record(PromptRecord, record, path, number)
+            trace.add(prompt, [step for step in pending if step.prompt == prompt.prompt])
+            pending = [step for step in pending if step.prompt != prompt.prompt]
+        else:
+            raise InputError(f"{path}:{number}: type", "must be step or prompt_end", kind)
+    if trace is None:
+        raise InputError(str(path), "must begin with a trace header", mend="is this a pipespec trace?")
+    return trace, warning
+
+
+def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def no_constant(name: str) -> float:
+        raise ValueError(f"{name} is not allowed")
+
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line, parse_constant=no_constant)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}", f"must be one JSON object ({error})") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{path}:{number}", "must be one JSON object", type(record).__name__)
+        yield number, record
+
+
+def _header(path: Path, kind: object, record: dict[str, Any]) -> Trace:
+    if kind != "header":
+        raise InputError(f"{path}:1", "must be a trace header", kind, "is this a pipespec trace?")
+    version = record.pop("version", None)
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise InputError(f"{path}:1: version", f"must be the number {TRACE_VERSION}", version)
+    if version > TRACE_VERSION:
+        raise InputError(f"{path}:1: version", f"must be <= {TRACE_VERSION}", version, "update pipespec")
+    if version < 1:
+        raise InputError(f"{path}:1: version", "must be >= 1", version)
+    try:
+        return Trace(**record)
+    except TypeError as error:
+        raise InputError(f"{path}:1", f"holds a wrong or missing field ({error})") from None
+
+
+def _record(cls: type, record: dict[str, Any], path: Path, number: int) -> Any:
+    names = {item.name for item in fields(cls)}
+    unknown = sorted(set(record) - names)
+    if unknown:
+        raise InputError(f"{path}:{number}: {unknown[0]}", "is not a known field")
+    try:
+        made = cls(**record)
+    except TypeError as error:
+        raise InputError(f"{path}:{number}", f"lacks a field ({error})") from None
+    for item in fields(cls):
+        value = getattr(made, item.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{path}:{number}: {item.name}", "must be finite", value)
+    return made

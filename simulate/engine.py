@@ -1,0 +1,250 @@
+"""The discrete-event model: the stages of a pipeline as SimPy processes.
+
+Each stage drives the same state machine as the executor (pipespec_model.protocol) and takes its
+tokens from a replay and its step times from a profile; the engine itself decides nothing and draws
+nothing.  Time is integer nanoseconds.  What happens at one instant happens in this order: messages
+arrive (in the order they were sent), then steps end (drafter first).
+
+A step that has begun runs to its end: a rollback is seen after it.  A step progresses at a rate that
+depends on the set of stages computing (profile contention); every start and end reschedules the
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, field
+
+import simpy
+
+from pipespec_model.agreement import Agreement, Replay
+from pipespec_model.errors import InputError
+from pipespec_model.profile import Profile, StageLatency
+from pipespec_model.protocol import Drafts, Stage, Step, Verdict
+from pipespec_model.spec import PipelineSpec
+from pipespec_model.trace import PromptRecord, StepRecord
+from pipespec_model.uniforms import STEP_TIME, uniform
+
+NS = 1_000_000_000
+_ARRIVAL = 0  # SimPy priorities: arrivals first, then step ends by stage
+_STEP_END = 1
+
+Event = tuple[int, int, str, int]
+"""(time in ns, stage, what happened, position): the complete log that engines are compared by."""
+
+
+def to_ns(seconds: float) -> int:
+    return round(seconds * NS)
+
+
+class Computing:
+    """The steps that run now, each at the rate that the set of them allows."""
+
+    def __init__(self, env: simpy.Environment, keys: list[str], profile: Profile) -> None:
+        self._env = env
+        self._keys = keys
+        self._profile = profile
+        self._rates: dict[frozenset[int], dict[int, float]] = {}
+        self._work_left: dict[int, float] = {}
+        self._done: dict[int, simpy.Event] = {}
+        self._alarm: dict[int, simpy.Event] = {}
+        self._since = 0
+
+    def run(self, stage: int, work_ns: int) -> simpy.Event:
+        """An event that fires when ``work_ns`` of undisturbed computing is done."""
+        self._advance()
+        self._work_left[stage] = float(work_ns)
+        self._done[stage] = simpy.Event(self._env)
+        self._reschedule()
+        return self._done[stage]
+
+    def _current(self) -> dict[int, float]:
+        now = frozenset(self._work_left)
+        if now not in self._rates:
+            rates = self._profile.rates(frozenset(self._keys[stage] for stage in now))
+            self._rates[now] = {stage: rates[self._keys[stage]] for stage in now}
+        return self._rates[now]
+
+    def _advance(self) -> None:
+        elapsed = self._env.now - self._since
+        if elapsed:
+            for stage, rate in self._current().items():
+                self._work_left[stage] -= elapsed * rate
+        self._since = self._env.now
+
+    def _reschedule(self) -> None:
+        for stage, rate in self._current().items():
+            alarm = simpy.Event(self._env)
+            alarm._ok, alarm._value = True, None
+            assert alarm.callbacks is not None
+            alarm.callbacks.append(lambda event, stage=stage: self._ring(stage, event))
+            self._alarm[stage] = alarm
+            left = max(0, round(self._work_left[stage] / rate))
+            self._env.schedule(alarm, priority=_STEP_END + stage, delay=left)  # type: ignore[arg-type]
+
+    def _ring(self, stage: int, alarm: simpy.Event) -> None:
+        if self._alarm.get(stage) is not alarm:
+            return  # rescheduled since
+        self._advance()
+        del self._work_left[stage], self._alarm[stage]
+        done = self._done.pop(stage)
+        if self._work_left:
+            self._reschedule()
+        done.succeed()
+
+
+@dataclass
+class PromptRun:
+    """One prompt through a pipeline; :meth:`run` returns its records."""
+
+    pipeline: PipelineSpec
+    profile: Profile
+    agreement: Agreement
+    seed: int = 0
+    prompt: int = 0
+    spread: bool = True
+    log: list[Event] | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    first_token_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pipeline.handshake != "overlapped":
+            raise InputError("handshake", "must be 'overlapped' in this version", self.pipeline.handshake)
+        self.env = simpy.Environment(initial_time=0)
+        specs = self.pipeline.stages
+        budget, eos = self.agreement.budget, frozenset(self.agreement.eos)
+        self.stages = [
+            Stage(self.pipeline, i, self.agreement.prompt_length, budget, eos) for i in range(len(specs))
+        ]
+        self.latency = [self.profile.stage_latency(spec) for spec in specs]
+        self.costs = [self.profile.stage_costs(spec) for spec in specs]
+        self.computing = Computing(self.env, [spec.time_key for spec in specs], self.profile)
+        self.replay = Replay(self.agreement, self.seed, self.prompt, self.profile.neighbour_rate)
+        self.inbox: list[list[Drafts | Verdict]] = [[] for _ in specs]
+        self.in_flight: list[tuple[int, Drafts | Verdict]] = []
+        self.wake = [simpy.Event(self.env) for _ in specs]
+        self.num_steps = [0] * len(specs)
+
+    # -- the stage loop, the same for every position ------------------------------------------
+
+    def _stage_loop(self, i: int) -> Generator[simpy.Event, None, None]:
+        stage, costs = self.stages[i], self.costs[i]
+        yield self.env.timeout(to_ns(costs.start_s))
+        while not stage.done:
+            self._receive(i)
+            step = stage.next_step()
+            self._send(i)
+            if step is None:
+                self.wake[i] = simpy.Event(self.env)
+                yield self.wake[i]
+                continue
+            tokens = self._tokens(i, step)
+            start = self.env.now
+            self._note(i, f"start {step.kind}", step.position)
+            yield self.computing.run(i, self._work_ns(i, step, len(tokens)))
+            self._note(i, "end", step.position)
+            self._finish(i, step, tokens, start)
+            if not stage.done:
+                turnaround = to_ns(costs.turnaround_s)
+                if turnaround:
+                    self._receive(i)
+                    self._send(i)
+                    yield self.env.timeout(turnaround)
+        self._send(i)
+
+    def _tokens(self, i: int, step: Step) -> list[int]:
+        sequence = self.stages[i].sequence
+        if self.pipeline.stages[i].block:
+            return self.replay.propose(i, sequence, step.limit)
+        return self.replay.choices(i, sequence, step.drafts)
+
+    def _work_ns(self, i: int, step: Step, num_tokens: int) -> int:
+        latency: StageLatency = self.latency[i]
+        model = latency.prefill if step.kind == "prefill" and latency.prefill else latency.step
+        width = num_tokens if self.pipeline.stages[i].block else step.width
+        if self.spread:
+            draw = uniform(self.seed, self.prompt, i, STEP_TIME, self.num_steps[i])
+            seconds = model.sample_s(width, step.cached, draw)
+        else:
+            seconds = model.mean_s(width, step.cached)
+        self.num_steps[i] += 1
+        return to_ns(seconds + (self.costs[i].rollback_s if step.rolled_back else 0.0))
+
+    def _finish(self, i: int, step: Step, tokens: list[int], start: int) -> None:
+        stage = self.stages[i]
+        before = len(stage.sequence)
+        accepted = stage.finish(step, tokens)
+        now = self.env.now
+        width = len(tokens) if self.pipeline.stages[i].block else step.width
+        self.steps.append(StepRecord(
+            prompt=self.prompt, stage=i, kind=step.kind, start_s=start / NS, duration_s=(now - start) / NS,
+            position=step.position, context=step.cached, width=width, drafts=len(step.drafts),
+            accepted=accepted, emitted=len(stage.sequence) - before, epoch=step.epoch,
+            rolled_back=step.rolled_back,
+        ))
+        if stage.is_target and self.first_token_ns is None:
+            self.first_token_ns = now
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _receive(self, i: int) -> None:
+        arrived, self.inbox[i] = self.inbox[i], []
+        for message in arrived:
+            self.stages[i].receive(message)
+
+    def _send(self, i: int) -> None:
+        up, down = self.stages[i].take_outbox()
+        for verdict in up:
+            self._post(i, i - 1, verdict)
+        if down is not None:
+            self._post(i, i + 1, down)
+
+    def _post(self, sender: int, receiver: int, message: Drafts | Verdict) -> None:
+        self._note(sender, "send up" if receiver < sender else "send down", len(self.stages[sender].sequence))
+        entry = (receiver, message)
+        self.in_flight.append(entry)
+        arrival = simpy.Event(self.env)
+        arrival._ok, arrival._value = True, None
+        assert arrival.callbacks is not None
+        arrival.callbacks.append(lambda _: self._arrive(entry))
+        delay = to_ns(self.costs[receiver].handover_s)
+        self.env.schedule(arrival, priority=_ARRIVAL, delay=delay)  # type: ignore[arg-type]
+
+    def _arrive(self, entry: tuple[int, Drafts | Verdict]) -> None:
+        receiver, message = entry
+        self.in_flight.remove(entry)
+        self.inbox[receiver].append(message)
+        self._note(receiver, "arrive", len(self.stages[receiver].sequence))
+        if not self.wake[receiver].triggered:
+            self.wake[receiver].succeed()
+
+    def _note(self, stage: int, what: str, position: int) -> None:
+        if self.log is not None:
+            self.log.append((self.env.now, stage, what, position))
+
+    # -- the whole prompt -----------------------------------------------------------------------
+
+    def run(self) -> tuple[PromptRecord, list[StepRecord]]:
+        loops = [self.env.process(self._stage_loop(i)) for i in range(len(self.stages))]
+        self.env.run(until=loops[-1])
+        end_s = (self.env.now + to_ns(self.costs[-1].finish_s)) / NS
+        self._settle()
+        target = self.stages[-1]
+        record = PromptRecord(
+            prompt=self.prompt, name=self.agreement.prompt, prompt_length=self.agreement.prompt_length,
+            tokens=list(target.sequence), total_s=end_s, ttft_s=(self.first_token_ns or 0) / NS,
+            counters=[asdict(stage.close()) for stage in self.stages], category=self.agreement.category,
+        )
+        return record, self.steps
+
+    def _settle(self) -> None:
+        """Let every message that is still on its way arrive, target first, so that nothing a drafter
+        proposed stays unaccounted for."""
+        for i in range(len(self.stages) - 1, -1, -1):
+            waiting = self.inbox[i] + [message for receiver, message in self.in_flight if receiver == i]
+            self.in_flight = [entry for entry in self.in_flight if entry[0] != i]
+            self.inbox[i] = []
+            for message in waiting:
+                self.stages[i].receive(message)
+            for verdict in self.stages[i].take_outbox()[0]:
+                self.in_flight.append((i - 1, verdict))
