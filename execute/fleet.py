@@ -1,0 +1,320 @@
+"""The parent's side: starts stage processes, places pipelines on them, runs prompts, keeps the trace.
+
+A fleet loads each distinct stage once and then runs any pipeline of them, so that rows that are
+compared run in the same processes, in the same minutes.  Only the parent writes files.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from pipespec_model.agreement import Agreement
+from pipespec_model.errors import InputError, StageError
+from pipespec_model.spec import PipelineSpec, StageSpec
+from pipespec_model.trace import PromptRecord, StepRecord, Trace
+
+from . import worker
+from .prompts import Prompt
+from .scripted import Script
+from .worker import Job, Outcome
+
+LOAD_TIMEOUT_S = 900.0
+
+
+def available_cores() -> list[int]:
+    """The cores of this container."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, ...]]:
+    """Cores of each stage.
+
+    In a pipeline stages that compute get cores of their own, target first; a chain's stages take
+    turns and share them; lookups and scripted stages hardly compute and float.  Raises InputError
+    where the threads do not fit.
+    """
+    cores = available_cores()
+    computing = [] if scripted else [s for s in pipeline.stages if not s.block and s.device == "cpu"]
+    for stage in pipeline.stages:
+        if stage.threads > len(cores):
+            raise InputError(f"stages[{stage.name}].threads", f"must be <= the {len(cores)} cores here", stage.threads)
+        missing = set(stage.cores or ()) - set(cores)
+        if missing:
+            raise InputError(f"stages[{stage.name}].cores", f"must be among {cores}", list(stage.cores or ()))
+    together = pipeline.strategy == "pipelined"
+    wanted = sum(stage.threads for stage in computing if stage.cores is None)
+    if together and wanted > len(cores):
+        raise InputError("threads", f"of the stages that compute together must sum to <= {len(cores)} cores", wanted)
+    placed: dict[str, tuple[int, ...]] = {}
+    free = list(cores)
+    for stage in reversed(computing):
+        if stage.cores is not None:
+            placed[stage.name] = stage.cores
+            continue
+        placed[stage.name] = tuple(free[: stage.threads])
+        if together:
+            free = free[stage.threads :]
+    return [placed.get(stage.name, tuple(cores)) for stage in pipeline.stages]
+
+
+def host() -> dict[str, Any]:
+    """What a report says of this machine."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {"cpu": model, "cores": len(available_cores()), "system": platform.system(),
+            "machine": platform.machine(), "python": platform.python_version()}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("pipespec", "torch", "transformers", "numpy", "simpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+class Fleet:
+    """Stage processes, by stage name.  A context manager: leaving it ends them all.
+
+    scripts : stages that replay instead of computing, by name
+    vocabulary : logits beyond this are padding
+    """
+
+    def __init__(self, stages: Iterable[StageSpec], *, scripts: dict[str, Script] | None = None,
+                 vocabulary: int | None = None) -> None:
+        self.stages = {stage.name: stage for stage in stages}
+        self.scripts = scripts or {}
+        self.vocabulary = vocabulary
+        self.processes: dict[str, BaseProcess] = {}
+        self.connections: dict[str, Connection] = {}
+        self.context_limits: dict[str, int | None] = {}
+        self._mail: dict[str, deque[tuple[Any, ...]]] = {name: deque() for name in self.stages}
+        self._asked: PipelineSpec | None = None
+        self._configured: PipelineSpec | None = None
+        self._current = ""
+        self._runs = 0
+
+    # -- processes ------------------------------------------------------------------------------
+
+    def __enter__(self) -> Fleet:
+        # One thread budget a child, set inside it; the environment keeps libraries that read it at
+        # import from starting more.
+        context = get_context("spawn")
+        names = list(self.stages)
+        ends: dict[str, dict[str, Connection]] = {name: {} for name in names}
+        for i, a in enumerate(names):
+            for b in names[i + 1 :]:
+                ends[a][b], ends[b][a] = context.Pipe()
+        try:
+            for name in names:
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=worker.main, name=name, daemon=True,
+                    args=(self.stages[name], self.scripts.get(name), self.vocabulary, theirs, ends[name]))
+                process.start()
+                theirs.close()
+                for end in ends[name].values():
+                    end.close()
+                self.processes[name], self.connections[name] = process, ours
+            for name in names:
+                _, self.context_limits[name] = self._receive(name, "ready", timeout_s=LOAD_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for end in self.connections.values():
+            try:
+                end.send(("exit",))
+            except OSError:
+                continue
+        for process in self.processes.values():
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for end in self.connections.values():
+            end.close()
+        self.processes, self.connections = {}, {}
+
+    # -- talking to them ------------------------------------------------------------------------
+
+    def _receive(self, name: str, verb: str, timeout_s: float | None = None) -> tuple[Any, ...]:
+        """The next message of one stage.  Raises StageError as soon as *any* stage fails or dies."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._mail[name]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._pump(left):
+                raise StageError(f"stage {name!r} did not answer within {timeout_s:.0f} s")
+        message = self._mail[name].popleft()
+        if message[0] != verb:
+            raise StageError(f"stage {name!r} sent {message[0]!r} where {verb!r} was expected")
+        return message
+
+    def _pump(self, timeout_s: float | None) -> bool:
+        """Collect what has arrived; False when nothing did in time."""
+        sentinels = {process.sentinel: name for name, process in self.processes.items()}
+        names = {id(end): name for name, end in self.connections.items()}
+        ready = connection.wait([*self.connections.values(), *sentinels], timeout_s)
+        for item in ready:
+            if isinstance(item, Connection):
+                name = names[id(item)]
+                try:
+                    message = item.recv()
+                except (EOFError, ConnectionResetError):
+                    raise self._dead(name) from None
+                if message[0] == "error":
+                    raise self._failed(name, message)
+                self._mail[name].append(message)
+        for item in ready:
+            if item in sentinels and not self.connections[sentinels[item]].poll(0):
+                raise self._dead(sentinels[item])
+        return bool(ready)
+
+    def _dead(self, name: str) -> StageError:
+        process = self.processes[name]
+        process.join(timeout=1)
+        return StageError(f"stage {name!r} ended with exit code {process.exitcode}{self._during()}")
+
+    def _failed(self, name: str, message: tuple[Any, ...]) -> Exception:
+        _, kind, text = message
+        if kind == "input":
+            return InputError(f"stage {name!r}:", text)
+        return StageError(f"stage {name!r} failed {text}{self._during()}")
+
+    def _during(self) -> str:
+        return f", while working on prompt {self._current!r}" if self._current else ""
+
+    def _send(self, name: str, *message: Any) -> None:
+        try:
+            self.connections[name].send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._dead(name) from None
+
+    # -- running --------------------------------------------------------------------------------
+
+    def configure(self, pipeline: PipelineSpec) -> PipelineSpec:
+        """Place a pipeline; returns it with the effective cores and threads filled in."""
+        if pipeline.handshake != "overlapped":
+            raise InputError("handshake", "must be 'overlapped' in this version", pipeline.handshake)
+        if self._configured is not None and self._asked == pipeline:
+            return self._configured
+        scripted = all(stage.name in self.scripts for stage in pipeline.stages)
+        cores = assign_cores(pipeline, scripted=scripted)
+        for i, stage in enumerate(pipeline.stages):
+            if stage.name not in self.connections:
+                raise InputError(f"stages.{i}.name", f"must be one of {', '.join(self.stages)}", stage.name)
+            self._send(stage.name, "configure", pipeline, i, cores[i])
+        stages = []
+        for stage, where in zip(pipeline.stages, cores, strict=True):
+            _, threads = self._receive(stage.name, "configured", timeout_s=60)
+            stages.append(stage.model_copy(update={"cores": where, "threads": threads}))
+        self._asked = pipeline
+        self._configured = pipeline.model_copy(update={"stages": tuple(stages)})
+        return self._configured
+
+    def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, repeat: int = 0,
+                   agreement: Agreement | None = None, on_text: Callable[[list[int]], None] | None = None,
+                   ) -> tuple[PromptRecord, list[StepRecord]]:
+        """Generate for one prompt; blocks until every stage has accounted for its drafts.
+
+        The clock starts before the request is sent and includes every stage's prefill.
+        """
+        self.configure(pipeline)
+        self._check_fits(pipeline, prompt, max_new_tokens)
+        self._runs += 1
+        self._current = prompt.name
+        names = [stage.name for stage in pipeline.stages]
+        job = Job(self._runs, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
+                  stream=on_text is not None, agreement=agreement)
+        for name in reversed(names):
+            self._send(name, "prompt", job)
+        target = names[-1]
+        while True:
+            if not self._mail[target]:
+                self._pump(None)
+                continue
+            message = self._mail[target].popleft()
+            if message[0] == "closed":
+                break
+            if on_text is not None:
+                on_text(message[1])
+        outcomes: list[Outcome] = [message[1]]
+        # One after the other, target's neighbour first: each stage passes the last verdict on
+        # before it closes, so every draft is accounted for.
+        for name in reversed(names[:-1]):
+            self._send(name, "close", job.run)
+            outcomes.insert(0, self._receive(name, "closed", timeout_s=60)[1])
+        self._current = ""
+        return self._records(outcomes, prompt, repeat)
+
+    def _records(self, outcomes: list[Outcome], prompt: Prompt, repeat: int) -> tuple[PromptRecord, list[StepRecord]]:
+        last = outcomes[-1]
+        first = last.steps[0] if last.steps else None
+        record = PromptRecord(
+            prompt=last.run, name=prompt.name, prompt_length=len(prompt.tokens), tokens=last.tokens,
+            total_s=last.ended_s, ttft_s=(first.start_s or 0.0) + first.duration_s if first else 0.0,
+            counters=[outcome.counters for outcome in outcomes], category=prompt.category, repeat=repeat)
+        return record, [step for outcome in outcomes for step in outcome.steps]
+
+    def _check_fits(self, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int) -> None:
+        if not prompt.tokens:
+            raise InputError(f"prompt {prompt.name!r}", "must not be empty")
+        for stage in pipeline.stages:
+            limit = self.context_limits[stage.name]
+            needed = len(prompt.tokens) + max_new_tokens
+            if limit is not None and needed > limit:
+                raise InputError(f"prompt {prompt.name!r}", f"plus {max_new_tokens} new tokens must fit the context "
+                                 f"of stage {stage.name!r} ({limit} tokens)", needed, "shorten it or ask for fewer")
+
+    def measure(self, cases: dict[str, list[tuple[int, int, int]]], text: list[int], *, seconds: float = 0.0,
+                ) -> dict[str, list[StepRecord]]:
+        """Time steps ``(width, context, repeats)`` of some stages; of several, at the same time.
+
+        seconds : go on for that long; 0 = each case once.  Of several stages only the steps within
+        the time that all of them were at work are returned.
+        """
+        start_at = time.perf_counter() + 0.05
+        stop_at = start_at + seconds if seconds else 0.0
+        for name, wanted in cases.items():
+            self._send(name, "measure", wanted, text, start_at, stop_at)
+        out = {name: self._receive(name, "measured", timeout_s=600)[1] for name in cases}
+        if len(out) < 2:
+            return out
+        begun = max(steps[0].start_s for steps in out.values())
+        ended = min(steps[-1].start_s + steps[-1].duration_s for steps in out.values())
+        return {name: [s for s in steps if s.start_s >= begun and s.start_s + s.duration_s <= ended]
+                for name, steps in out.items()}
+
+    def teacher_force(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
+        """A stage's own choice at each position of ``answer``, and its top-2 margins."""
+        self._send(name, "teacher_force", list(prompt), list(answer))
+        _, choices, margins = self._receive(name, "choices", timeout_s=600)
+        return choices, margins
+
+
+def new_trace(pipeline: PipelineSpec, *, emulated: bool = False, options: dict[str, Any] | None = None) -> Trace:
+    """A trace with this machine's header; ``pipeline`` is the resolved one."""
+    return Trace("emulated" if emulated else "measured", pipeline.to_dict(), host=host(), versions=versions(),
+                 options=options or {})

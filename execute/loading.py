@@ -1,0 +1,143 @@
+"""From a stage's description to a torch model and its tokenizer.
+
+A model is a Hugging Face id, a local folder, a GGUF file or the built-in name.  Models whose cache
+cannot be rolled back (sliding window, recurrent, hybrid) are refused before the first token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from pipespec_model.errors import InputError
+from pipespec_model.spec import StageSpec
+
+from .zoo import BUILT_IN, built_in_folder
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' own progress bars and load reports, off: stderr is for ours."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(before)
+
+
+def locate(model: str) -> str:
+    """A name that transformers understands."""
+    return str(built_in_folder()) if model == BUILT_IN else model
+
+
+def load_tokenizer(model: str) -> Any:
+    path = Path(model)
+    with _quiet():
+        try:
+            if path.suffix == ".gguf" and path.is_file():
+                return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+            return AutoTokenizer.from_pretrained(locate(model))
+        except (OSError, ValueError, KeyError) as error:
+            raise _cannot_load(model, error) from None
+
+
+def load_gguf(path: Path, dtype: str) -> tuple[Any, Any]:
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype])
+        return model.eval(), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def load_model(stage: StageSpec) -> Any:
+    """The stage's model in evaluation mode, on its device, not quantised."""
+    check_device(stage)
+    path = Path(stage.model)
+    with _quiet():
+        try:
+            if path.suffix == ".gguf" and path.is_file():
+                model, _ = load_gguf(path, stage.dtype)
+            else:
+                where = locate(stage.model)
+                check_can_roll_back(AutoConfig.from_pretrained(where), stage.model)
+                model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[stage.dtype])
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise _cannot_load(stage.model, error) from None
+    check_can_roll_back(model.config, stage.model)
+    return model.to(stage.device).eval()
+
+
+def _cannot_load(model: str, error: Exception) -> InputError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return InputError(f"model {model!r}", f"cannot be loaded ({reason[:160]})", mend=(
+        "give a local folder, a GGUF file, a Hugging Face id or a built-in name"))
+
+
+def check_device(stage: StageSpec) -> None:
+    kind = stage.device.partition(":")[0]
+    index = stage.device.partition(":")[2]
+    count = torch.cuda.device_count() if kind == "cuda" else 1 if kind == "cpu" else 0
+    if count == 0 or (index and (not index.isdigit() or int(index) >= count)):
+        here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise InputError(f"stages[{stage.name}].device", f"must be one of {', '.join(here)}", stage.device)
+
+
+def check_can_roll_back(config: Any, name: str) -> None:
+    """Refuse a cache that cannot forget its newest tokens, naming the layer type."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True) and "full_attention" not in kinds:
+        kinds.add("sliding_attention")
+    if any(hasattr(config, key) for key in ("ssm_state_size", "state_size", "mamba_d_state", "conv_kernel")):
+        kinds.add("recurrent")
+    if getattr(config, "is_encoder_decoder", False):
+        kinds.add("encoder-decoder")
+    bad = sorted(kinds - {"full_attention"})
+    if bad:
+        raise InputError(f"model {name!r}", f"must have a cache that can roll back; it has layers of type {bad[0]}",
+                         mend="use a model whose layers all attend to everything")
+
+
+def column_major(model: Any) -> None:
+    """Store every linear weight transposed in memory.
+
+    The values and the shape stay; only the strides change.  One to sixteen rows against such a
+    matrix then run through the plain GEMM kernel, which for float32 on CPU takes 0.15 ms instead of
+    0.25 to 0.39 ms for 4 to 8 rows (docs/lab-notes.md): verification is what this is for.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data.t().contiguous().t()
+
+
+def int8_copy(model: Any) -> Any:
+    """A copy with dynamically int8-quantised linear layers, weights per output channel.
+
+    The activation scale is one number a tensor: wide steps are coarser than narrow ones, and a whole
+    prompt in one pass is badly wrong.  So the prompt goes through ``model`` and the cache is shared
+    (docs/lab-notes.md has the agreement of each way).
+    """
+    import copy
+
+    with warnings.catch_warnings():
+        # The eager quantisation API is marked for removal; torchao's replacement is slower than
+        # float32 here at one token a step (docs/lab-notes.md), so it stays until it is gone.
+        warnings.simplefilter("ignore")
+        from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
+
+        return quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear: per_channel_dynamic_qconfig},
+                                dtype=torch.qint8)

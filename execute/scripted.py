@@ -1,0 +1,68 @@
+"""A stage without weights: replays given tokens and holds its device for a given time.
+
+It sleeps, so it uses no core and a deep pipeline becomes real processes on a small machine.  It
+never imports torch.  Rows made with it are labelled ``emulated``: their processes, messages, waits
+and rollbacks are real, their step times are not a model's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipespec_model.agreement import Agreement, Replay
+from pipespec_model.latency import LatencyModel
+from pipespec_model.protocol import Step
+from pipespec_model.uniforms import STEP_TIME, uniform
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a scripted stage does.
+
+    latency : seconds a step is held
+    fail_at : raise at this many steps (fault injection in tests); None = never
+    """
+
+    latency: LatencyModel
+    seed: int = 0
+    neighbour_rate: float = 0.9
+    fail_at: int | None = None
+
+
+class ScriptedRunner:
+    """Tokens from a replay, time from a latency model."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self._steps = 0
+
+    def begin_replay(self, agreement: Agreement, stage: int, prompt: int, *, block: bool) -> None:
+        self._replay = Replay(agreement, self.script.seed, prompt, self.script.neighbour_rate)
+        self._stage, self._prompt, self._block, self._steps = stage, prompt, block, 0
+
+    def forget(self, length: int) -> None:
+        """Nothing is cached."""
+
+    def run(self, sequence: Sequence[int], step: Step) -> list[int]:
+        start = time.perf_counter()
+        if self.script.fail_at is not None and self._steps >= self.script.fail_at:
+            raise RuntimeError(f"scripted failure at step {self._steps}")
+        if self._block:
+            tokens = self._replay.propose(self._stage, sequence, step.limit)
+            width = len(tokens)
+        else:
+            tokens = self._replay.choices(self._stage, sequence, step.drafts)
+            width = step.width
+        draw = uniform(self.script.seed, self._prompt, self._stage, STEP_TIME, self._steps)
+        self._steps += 1
+        hold_until(start + self.script.latency.sample_s(width, step.cached, draw))
+        return tokens
+
+
+def hold_until(deadline: float) -> None:
+    """Sleep until ``time.perf_counter()`` reaches ``deadline``."""
+    left = deadline - time.perf_counter()
+    if left > 0:
+        time.sleep(left)

@@ -1,0 +1,106 @@
+"""A stage with a model: one forward a step, batch 1, greedy.
+
+The runner keeps the key-value cache of what the stage holds.  Before each step it cuts the cache to
+the length that the protocol says is still valid; nothing else ever shortens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from pipespec_model.errors import InputError
+from pipespec_model.protocol import Step
+from pipespec_model.spec import StageSpec
+
+from .loading import column_major, int8_copy, load_model
+
+
+def crop_to(cache: Any, length: int) -> None:
+    """Cut every layer of ``cache`` to ``length`` tokens.
+
+    transformers' own ``crop`` takes the number of tokens to *remove*, negated; a positive number
+    raises and 0 does nothing, so the target length is turned into that here and nowhere else.
+    """
+    held = cache.get_seq_length()
+    if not 0 <= length <= held:
+        raise ValueError(f"cache length must be in [0, {held}], got {length}")
+    if length < held:
+        cache.crop(length - held)
+
+
+class TorchRunner:
+    """Runs one stage's model.
+
+    vocabulary : logits beyond this are padding and are never chosen
+    """
+
+    def __init__(self, stage: StageSpec, vocabulary: int | None = None) -> None:
+        self.device = stage.device
+        self.prefill_model = load_model(stage)
+        self.context_limit = getattr(self.prefill_model.config, "max_position_embeddings", None)
+        if stage.quantize == "int8":
+            self.model = int8_copy(self.prefill_model)
+        elif stage.quantize:
+            raise InputError(f"stages[{stage.name}].quantize", "must be 'int8' or absent here", stage.quantize)
+        else:
+            self.model = self.prefill_model
+            if stage.device == "cpu":
+                column_major(self.model)
+        self.vocabulary = vocabulary
+        self._prompt: list[int] = []
+        self.cache: Any = None
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._prompt = list(prompt)
+        self.cache = DynamicCache()
+
+    def forget(self, length: int) -> None:
+        """Drop what the cache holds beyond ``length`` tokens."""
+        crop_to(self.cache, length)
+
+    def run(self, sequence: Sequence[int], step: Step) -> list[int]:
+        """Greedy choices after the last held token and after each draft."""
+        logits = self.logits(sequence, step)
+        return [int(x) for x in logits.argmax(-1).tolist()]
+
+    @torch.inference_mode()
+    def logits(self, sequence: Sequence[int], step: Step) -> torch.Tensor:
+        """``[len(drafts) + 1, vocab]``: the logits that decide this step."""
+        crop_to(self.cache, step.cached)
+        text = [*self._prompt, *sequence]
+        feed = [*text[step.cached :], *step.drafts]
+        model = self.prefill_model if step.cached == 0 else self.model
+        positions = torch.arange(step.cached, step.cached + len(feed), device=self.device)
+        out = model(
+            torch.tensor([feed], device=self.device), position_ids=positions[None], cache=self.cache,
+            logits_to_keep=len(step.drafts) + 1,
+        )
+        logits = out.logits[0]
+        if self.vocabulary is not None:
+            logits = logits[:, : self.vocabulary]
+        return logits
+
+
+def teacher_forced(runner: TorchRunner, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
+    """What the stage would choose at each position of ``answer`` given its prefix, one token a step.
+
+    One position at a time because a dynamically quantised drafter's choice depends on how many
+    positions go through at once.
+
+    Returns
+    -------
+    choices, margins : one entry a position; the margin is the top-1 minus the top-2 logit
+    """
+    runner.begin(prompt)
+    choices, margins = [], []
+    for position in range(len(answer)):
+        cached = 0 if position == 0 else len(prompt) + position - 1
+        step = Step("decode", position, cached, 1, (), 1, 0, False)
+        top = runner.logits(answer[:position], step)[-1].float().topk(2)
+        choices.append(int(top.indices[0]))
+        margins.append(float(top.values[0] - top.values[1]))
+    return choices, margins

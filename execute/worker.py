@@ -1,0 +1,307 @@
+"""A stage process: loads its model once, then serves every pipeline that it is configured for.
+
+Runs one loop whatever its position (execute/fleet.py is the other side).  Module import is cheap and
+torch-free: a scripted or lookup stage never loads torch.
+
+Commands from the parent are tuples ``(verb, ...)``; neighbours exchange ``(run, message)`` over
+pipes that block without spinning and notice a dead peer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from pipespec_model.agreement import Agreement
+from pipespec_model.errors import InputError
+from pipespec_model.protocol import Stage, Step
+from pipespec_model.spec import PipelineSpec, StageSpec
+from pipespec_model.trace import StepRecord
+
+from .lookup import PromptLookup
+from .scripted import Script, ScriptedRunner
+
+
+class Runner(Protocol):
+    """What runs a stage's steps.  ``begin``: a new prompt.  ``run``: propose or verify (the sequence
+    tells it what was accepted).  ``forget``: drop cached tokens beyond a length."""
+
+    def run(self, sequence: Sequence[int], step: Step) -> list[int]: ...
+
+    def forget(self, length: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt for one stage.  ``clock``: time.perf_counter() of the request; that clock is the
+    machine's monotonic one, the same in every process of a host."""
+
+    run: int
+    clock: float
+    prompt: tuple[int, ...]
+    budget: int
+    eos: frozenset[int]
+    stream: bool = False
+    agreement: Agreement | None = None
+
+
+@dataclass
+class Outcome:
+    """What a stage tells when a prompt ends."""
+
+    run: int
+    counters: dict[str, int]
+    steps: list[StepRecord]
+    tokens: list[int]
+    ended_s: float
+
+
+@dataclass
+class Placement:
+    """Where this worker stands in the configured pipeline."""
+
+    pipeline: PipelineSpec
+    index: int
+    up: Connection | None
+    down: Connection | None
+
+
+@dataclass
+class Worker:
+    stage: StageSpec
+    parent: Connection
+    peers: dict[str, Connection]
+    runner: Any
+    place: Placement | None = None
+    job: Job | None = None
+    closing: bool = False
+    steps: list[StepRecord] = field(default_factory=list)
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        self.parent.send(("ready", getattr(self.runner, "context_limit", None)))
+        while True:
+            verb, *args = self.parent.recv()
+            if verb == "exit":
+                return
+            getattr(self, f"on_{verb}")(*args)
+
+    def on_configure(self, pipeline: PipelineSpec, index: int, cores: tuple[int, ...]) -> None:
+        stages = pipeline.stages
+        self.place = Placement(
+            pipeline, index,
+            up=self.peers[stages[index - 1].name] if index > 0 else None,
+            down=self.peers[stages[index + 1].name] if index + 1 < len(stages) else None,
+        )
+        threads = set_threads(stages[index].threads, cores, torch_loaded=_uses_torch(self.runner))
+        self.parent.send(("configured", threads))
+
+    def on_prompt(self, job: Job) -> None:
+        assert self.place is not None
+        self.job, self.closing, self.steps = job, False, []
+        stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos)
+        begin(self.runner, job, self.place)
+        self._generate(stage)
+        if not stage.is_target:
+            while not self.closing:
+                self._take(self.parent, stage)
+        self._drain(stage)
+        self._send(stage)
+        outcome = Outcome(job.run, asdict(stage.close()), self.steps, list(stage.sequence), self._ended())
+        self.parent.send(("closed", outcome))
+
+    def on_measure(self, cases: list[tuple[int, int, int]], text: list[int], start_at: float, stop_at: float) -> None:
+        """Run the cases ``(width, context, repeats)`` over and over until ``stop_at`` (0: once)."""
+        records: list[StepRecord] = []
+        time.sleep(max(0.0, start_at - time.perf_counter()))
+        while True:
+            for width, context, repeats in cases:
+                records += measure(self.runner, width, context, repeats, text)
+                if stop_at and time.perf_counter() >= stop_at:
+                    break
+            if time.perf_counter() >= stop_at:
+                break
+        self.parent.send(("measured", records))
+
+    def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
+        if isinstance(self.runner, PromptLookup):
+            text = list(prompt)
+            choices = []
+            for token in answer:
+                choices.append(self.runner.choice(text))
+                text.append(token)
+            self.parent.send(("choices", choices, []))
+            return
+        from .torch_runner import teacher_forced
+
+        self.parent.send(("choices", *teacher_forced(self.runner, prompt, answer)))
+
+    # -- one prompt -----------------------------------------------------------------------------
+
+    def _generate(self, stage: Stage) -> None:
+        assert self.job is not None
+        told = 0
+        while not stage.done and not self.closing:
+            self._drain(stage)
+            step = stage.next_step()
+            self._send(stage)
+            if self.closing:
+                return
+            if step is None:
+                connection.wait(self._connections())
+                continue
+            self._run_step(stage, step)
+            if self.job.stream and stage.is_target and len(stage.sequence) > told:
+                self.parent.send(("text", stage.sequence[told:]))
+                told = len(stage.sequence)
+        self._send(stage)
+
+    def _run_step(self, stage: Stage, step: Step) -> None:
+        assert self.job is not None
+        before = len(stage.sequence)
+        start = time.perf_counter()
+        try:
+            tokens = self.runner.run(stage.sequence, step)
+        except Exception as error:
+            raise RuntimeError(f"in {step.kind} at position {step.position}: {error}") from error
+        end = time.perf_counter()
+        accepted = stage.finish(step, tokens)
+        self.steps.append(StepRecord(
+            prompt=self.job.run, stage=stage.index, kind=step.kind, start_s=start - self.job.clock,
+            duration_s=end - start, position=step.position, context=step.cached,
+            width=len(tokens) if step.width == 0 else step.width, drafts=len(step.drafts), accepted=accepted,
+            emitted=len(stage.sequence) - before, epoch=step.epoch, rolled_back=step.rolled_back,
+        ))
+
+    def _ended(self) -> float:
+        last = self.steps[-1] if self.steps else None
+        return (last.start_s or 0.0) + last.duration_s if last else 0.0
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _connections(self) -> list[Connection]:
+        assert self.place is not None
+        return [c for c in (self.parent, self.place.up, self.place.down) if c is not None]
+
+    def _drain(self, stage: Stage) -> None:
+        for source in self._connections():
+            while source.poll(0):
+                self._take(source, stage)
+
+    def _take(self, source: Connection, stage: Stage) -> None:
+        assert self.job is not None
+        message = source.recv()
+        if source is self.parent:
+            if message[0] == "exit":
+                raise SystemExit(0)
+            self.closing = self.closing or message == ("close", self.job.run)
+            return
+        run, body = message
+        if run == self.job.run:
+            stage.receive(body)
+
+    def _send(self, stage: Stage) -> None:
+        assert self.place is not None
+        assert self.job is not None
+        up, down = stage.take_outbox()
+        for verdict in up:
+            assert self.place.up is not None
+            self.place.up.send((self.job.run, verdict))
+        if down is not None:
+            assert self.place.down is not None
+            self.place.down.send((self.job.run, down))
+
+
+def begin(runner: Any, job: Job, place: Placement) -> None:
+    if isinstance(runner, ScriptedRunner):
+        assert job.agreement is not None
+        runner.begin_replay(job.agreement, place.index, job.run, block=place.pipeline.stages[place.index].block)
+    else:
+        runner.begin(job.prompt)
+
+
+def measure(runner: Any, width: int, context: int, repeats: int, text: list[int]) -> list[StepRecord]:
+    """Steps of one width at one context; context 0 is a prefill of ``width`` tokens.
+
+    The cut back to ``context`` between steps is timed apart, as kind ``rollback``.
+    """
+    prompt = (text * (1 + (context + width) // len(text)))[: max(context, width if context == 0 else 0)]
+    sequence = [text[0]] if context else []
+    if isinstance(runner, ScriptedRunner):
+        empty = Agreement("measure", len(prompt), ("",), [[0]])  # type: ignore[arg-type]
+        runner.begin_replay(empty, 0, 0, block=False)
+    else:
+        runner.begin(prompt)
+        if context and _uses_torch(runner):
+            runner.run([], Step("prefill", 0, 0, context, (), 1, 0, False))
+    records = []
+    for _ in range(repeats):
+        drafts = tuple(text[i % len(text)] for i in range(1, width)) if context else ()
+        step = Step("verify", len(sequence), context, width, drafts, width, 0, False)
+        start = time.perf_counter()
+        runner.forget(context)
+        middle = time.perf_counter()
+        runner.run(sequence, step)
+        end = time.perf_counter()
+        for kind, begun, ended in (("rollback", start, middle), ("measure" if context else "prefill", middle, end)):
+            records.append(StepRecord(
+                prompt=-1, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
+                context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0))
+    return records
+
+
+def _uses_torch(runner: Any) -> bool:
+    return not isinstance(runner, PromptLookup | ScriptedRunner)
+
+
+def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> int:
+    """Pin this process and set its thread budget; returns the effective number of threads."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    if not torch_loaded:
+        return 1
+    import torch
+
+    torch.set_num_threads(threads)
+    return int(torch.get_num_threads())
+
+
+def make_runner(stage: StageSpec, script: Script | None, vocabulary: int | None) -> Any:
+    if script is not None:
+        return ScriptedRunner(script)
+    if stage.block:
+        return PromptLookup(stage.max_ngram)
+    from .torch_runner import TorchRunner
+
+    return TorchRunner(stage, vocabulary)
+
+
+def main(stage: StageSpec, script: Script | None, vocabulary: int | None, parent: Connection,
+         peers: dict[str, Connection]) -> None:
+    """Entry point of the process."""
+    import signal
+
+    # Ctrl-C reaches the whole process group; the parent decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        Worker(stage, parent, peers, make_runner(stage, script, vocabulary)).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # a neighbour or the parent is gone; the parent, if alive, sees which
+    except InputError as error:
+        _report(parent, "input", str(error))
+    except Exception as error:
+        _report(parent, "failure", f"{error} [{traceback.format_exc(limit=-2).strip().splitlines()[-1]}]")
+
+
+def _report(parent: Connection, kind: str, text: str) -> None:
+    try:
+        parent.send(("error", kind, text))
+    except (BrokenPipeError, OSError):
+        return
