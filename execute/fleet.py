@@ -307,6 +307,16 @@ class Fleet:
         return {name: [s for s in steps if s.start_s >= begun and s.start_s + s.duration_s <= ended]
                 for name, steps in out.items()}
 
+    def probe_s(self, name: str, repeats: int = 2) -> float | None:
+        """Seconds of a fixed piece of work on a stage's device: how fast the machine is now.
+
+        On a shared machine speed shifts by tens of percent for seconds at a time.  Measured beside
+        every run, the shift can be told from an error of the model.  None for a scripted stage.
+        """
+        self._send(name, "probe", repeats)
+        seconds = self._receive(name, "probed", timeout_s=60)[1]
+        return sum(seconds) / len(seconds) if seconds else None
+
     def teacher_force(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
         """A stage's own choice at each position of ``answer``, and its top-2 margins."""
         self._send(name, "teacher_force", list(prompt), list(answer))

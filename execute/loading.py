@@ -112,18 +112,6 @@ def check_can_roll_back(config: Any, name: str) -> None:
                          mend="use a model whose layers all attend to everything")
 
 
-def column_major(model: Any) -> None:
-    """Store every linear weight transposed in memory.
-
-    The values and the shape stay; only the strides change.  One to sixteen rows against such a
-    matrix then run through the plain GEMM kernel, which for float32 on CPU takes 0.15 ms instead of
-    0.25 to 0.39 ms for 4 to 8 rows (docs/lab-notes.md): verification is what this is for.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = module.weight.data.t().contiguous().t()
-
-
 def int8_copy(model: Any) -> Any:
     """A copy with dynamically int8-quantised linear layers, weights per output channel.
 

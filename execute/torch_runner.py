@@ -6,6 +6,7 @@ the length that the protocol says is still valid; nothing else ever shortens it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.protocol import Step
 from pipespec_model.spec import StageSpec
 
-from .loading import column_major, int8_copy, load_model
+from .loading import int8_copy, load_model
 
 
 def crop_to(cache: Any, length: int) -> None:
@@ -48,8 +49,6 @@ class TorchRunner:
             raise InputError(f"stages[{stage.name}].quantize", "must be 'int8' or absent here", stage.quantize)
         else:
             self.model = self.prefill_model
-            if stage.device == "cpu":
-                column_major(self.model)
         self.vocabulary = vocabulary
         self._prompt: list[int] = []
         self.cache: Any = None
@@ -61,6 +60,25 @@ class TorchRunner:
     def forget(self, length: int) -> None:
         """Drop what the cache holds beyond ``length`` tokens."""
         crop_to(self.cache, length)
+
+    @torch.inference_mode()
+    def sweep_s(self) -> float:
+        """Seconds to multiply one vector with every linear weight: the speed of the machine now.
+
+        One token's memory traffic without anything of a strategy in it, on one thread.
+        """
+        weights = [m.weight for m in self.prefill_model.modules() if isinstance(m, torch.nn.Linear)]
+        vectors = {w.shape[1]: torch.zeros(1, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        start = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(vectors[weight.shape[1]], weight)
+        if weights[0].is_cuda:
+            torch.cuda.synchronize(weights[0].device)
+        seconds = time.perf_counter() - start
+        torch.set_num_threads(threads)
+        return seconds
 
     def run(self, sequence: Sequence[int], step: Step) -> list[int]:
         """Greedy choices after the last held token and after each draft."""

@@ -130,6 +130,11 @@ class Worker:
                 break
         self.parent.send(("measured", records))
 
+    def on_probe(self, repeats: int) -> None:
+        """The machine's speed now; no seconds where nothing computes."""
+        seconds = [self.runner.sweep_s() for _ in range(repeats)] if _uses_torch(self.runner) else []
+        self.parent.send(("probed", seconds))
+
     def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
         if isinstance(self.runner, PromptLookup):
             text = list(prompt)

@@ -86,16 +86,21 @@ class Profile:
     acceptance : by pair, ``"drafter>verifier"`` in choice keys or stage names
     agreement : recorded choices of the calibration prompts; where a pipeline's stages all have
         rows here, they are used instead of ``acceptance``
-    timing_spread : relative standard deviation of the mean step time between repeats
+    turns : like contention, but of stages that work in turn: each evicts the others' weights from
+        the caches
+    timing_spread : relative standard deviation of the machine's speed during calibration
+    probe_s : seconds of the executor's speed probe that all times here are normalised to
     origin : ``assumed`` or ``fitted``; ``source`` says from what
     """
 
     latency: dict[str, StageLatency]
     acceptance: dict[str, AcceptanceModel] = field(default_factory=dict)
     contention: tuple[Contention, ...] = ()
+    turns: tuple[Contention, ...] = ()
     costs: dict[str, Costs] = field(default_factory=dict)
     agreement: tuple[Agreement, ...] = ()
     timing_spread: float = 0.0
+    probe_s: float | None = None
     neighbour_rate: float = 0.9
     origin: str = "assumed"
     source: str = ""
@@ -133,6 +138,14 @@ class Profile:
                     out[key] = min(out[key], entry.rates[key])
         return out
 
+    def turn_rate(self, stages: Sequence[StageSpec], stage: StageSpec) -> float:
+        """Rate of progress of ``stage`` in a chain of ``stages``; 1 where it was not measured."""
+        keys = frozenset(item.time_key for item in stages)
+        for entry in self.turns:
+            if frozenset(entry.rates) == keys:
+                return entry.rates[stage.time_key]
+        return 1.0
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "version": PROFILE_VERSION, "origin": self.origin, "source": self.source,
@@ -140,6 +153,7 @@ class Profile:
             "latency": {key: value.to_dict() for key, value in self.latency.items()},
             "acceptance": {key: value.to_dict() for key, value in self.acceptance.items()},
             "contention": [entry.rates for entry in self.contention],
+            "turns": [entry.rates for entry in self.turns], "probe_s": self.probe_s,
             "costs": {key: value.__dict__ for key, value in self.costs.items()},
             "agreement": [entry.to_dict() for entry in self.agreement],
         }
@@ -163,6 +177,8 @@ class Profile:
                 latency={key: StageLatency.from_dict(value) for key, value in data["latency"].items()},
                 acceptance={k: acceptance_from_dict(v) for k, v in (data.get("acceptance") or {}).items()},
                 contention=tuple(Contention(dict(rates)) for rates in data.get("contention") or ()),
+                turns=tuple(Contention(dict(rates)) for rates in data.get("turns") or ()),
+                probe_s=None if data.get("probe_s") is None else float(data["probe_s"]),
                 costs={key: Costs(**value) for key, value in (data.get("costs") or {}).items()},
                 agreement=tuple(Agreement.from_dict(entry) for entry in data.get("agreement") or ()),
                 timing_spread=float(data.get("timing_spread", 0.0)),

@@ -118,6 +118,8 @@ class PromptRun:
         ]
         self.latency = [self.profile.stage_latency(spec) for spec in specs]
         self.costs = [self.profile.stage_costs(spec) for spec in specs]
+        chain = self.pipeline.strategy == "speculative"
+        self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
         self.computing = Computing(self.env, [spec.time_key for spec in specs], self.profile)
         self.replay = Replay(self.agreement, self.seed, self.prompt, self.profile.neighbour_rate)
         self.inbox: list[list[Drafts | Verdict]] = [[] for _ in specs]
@@ -168,6 +170,7 @@ class PromptRun:
         else:
             seconds = model.mean_s(width, step.cached)
         self.num_steps[i] += 1
+        seconds /= self.turn_rates[i]
         return to_ns(seconds + (self.costs[i].rollback_s if step.rolled_back else 0.0))
 
     def _finish(self, i: int, step: Step, tokens: list[int], start: int) -> None:

@@ -1,0 +1,173 @@
+"""From traces to a profile: the one loop of the design, measurement back into assumption.
+
+What is read from which record:
+
+* step and prefill times from the steps of stages that computed alone,
+* rates of stages that take turns from synchronous traces, likewise,
+* contention from traces marked ``together``: the alone time of the same steps / their time there,
+* costs between steps from traces of generation: autoregressive and synchronous ones, where a gap has
+  one cause.
+
+Every trace may carry ``options["probe_s"]``, the speed probe measured around it; times are then
+normalised to the median probe.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .agreement import NO_PROPOSAL, Agreement
+from .latency import Table, fit_table
+from .profile import Contention, Costs, Profile, StageLatency
+from .acceptance import AcceptanceModel, Markov
+from .errors import InputError
+from .spec import PipelineSpec, StageSpec
+from .trace import StepRecord, Trace
+
+STEP_KINDS = {"measure", "draft", "verify", "decode"}
+
+
+def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: str = "") -> Profile:
+    """Fit a profile.
+
+    traces : of calibration runs; ``options["together"]`` marks stages that were timed while the
+        others of the same trace computed too
+    agreement : recorded choices of the calibration prompts, kept as they are; acceptance per pair is
+        fitted from them
+
+    Raises InputError when no stage can be timed.
+    """
+    measured = traces = list(traces)
+    probes = [trace.options["probe_s"] for trace in traces if trace.options.get("probe_s")]
+    probe_s = float(np.median(probes)) if probes else None
+    if probe_s is not None:
+        traces = [_at_speed(trace, probe_s) for trace in traces]
+    steps: dict[str, list[StepRecord]] = defaultdict(list)
+    prefills: dict[str, list[StepRecord]] = defaultdict(list)
+    rollbacks: dict[str, list[float]] = defaultdict(list)
+    specs: dict[str, StageSpec] = {}
+    for trace in traces:
+        stages = PipelineSpec.from_dict(trace.pipeline).stages
+        specs |= {stage.time_key: stage for stage in stages}
+        if trace.options.get("together") or len(stages) > 1:
+            continue
+        for i, stage in enumerate(stages):
+            mine = [step for step in trace.steps if step.stage == i and not step.includes_wait]
+            steps[stage.time_key] += [step for step in mine if step.kind in STEP_KINDS]
+            prefills[stage.time_key] += [step for step in mine if step.kind == "prefill"]
+            rollbacks[stage.time_key] += [step.duration_s for step in mine if step.kind == "rollback" and step.width > 1]
+    latency = {key: _stage_latency(found, prefills[key]) for key, found in steps.items() if found}
+    if not latency:
+        raise InputError("trace", "must hold the steps of at least one stage")
+    together = [trace for trace in traces if trace.options.get("together")]
+    chains = [trace for trace in traces
+              if trace.pipeline["strategy"] == "speculative" and not trace.options.get("together")]
+    return Profile(
+        latency=latency, contention=_rates(together, latency), turns=_rates(chains, latency),
+        costs=_costs(measured, {key: float(np.mean(x)) for key, x in rollbacks.items() if x}),
+        acceptance=_acceptance(agreement), agreement=tuple(agreement),
+        timing_spread=float(np.std(np.log(probes))) if len(probes) > 1 else 0.0, probe_s=probe_s, origin="fitted", source=source,
+    )
+
+
+def _stage_latency(steps: list[StepRecord], prefills: list[StepRecord]) -> StageLatency:
+    def table(found: list[StepRecord]) -> Table:
+        return fit_table([s.width for s in found], [s.context for s in found], [s.duration_s for s in found])
+
+    return StageLatency(table(steps), table(_merged(prefills)) if prefills else None)
+
+
+def _merged(prefills: list[StepRecord]) -> list[StepRecord]:
+    """Prefill widths are all different; bin them to 16 tokens so that each mean has some data."""
+    return [replace(step, width=max(16, round(step.width / 16) * 16)) for step in prefills]
+
+
+def _at_speed(trace: Trace, probe_s: float) -> Trace:
+    """The trace as it would have been at the reference speed."""
+    factor = probe_s / trace.options.get("probe_s", probe_s)
+    return replace(trace, steps=[replace(step, duration_s=step.duration_s * factor) for step in trace.steps])
+
+
+def _rates(traces: list[Trace], latency: dict[str, StageLatency]) -> tuple[Contention, ...]:
+    """Per set of stages: the alone time of the steps that these traces hold / their time there."""
+    alone: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for trace in traces:
+        stages = PipelineSpec.from_dict(trace.pipeline).stages
+        group = tuple(stage.time_key for stage in stages)
+        for step in trace.steps:
+            key = group[step.stage]
+            if step.kind in STEP_KINDS and key in latency:
+                alone[group][key] += latency[key].step.mean_s(step.width, step.context)
+                found[group][key] += step.duration_s
+    return tuple(
+        Contention({key: min(alone[group][key] / seconds, 2.0) for key, seconds in times.items() if seconds})
+        for group, times in found.items() if len(times) > 1
+    )
+
+
+def _costs(traces: list[Trace], rollback_s: dict[str, float]) -> dict[str, Costs]:
+    start: dict[str, list[float]] = defaultdict(list)
+    turnaround: dict[str, list[float]] = defaultdict(list)
+    handover: dict[str, list[float]] = defaultdict(list)
+    for trace in traces:
+        if trace.options.get("together"):
+            continue
+        spec = PipelineSpec.from_dict(trace.pipeline)
+        if spec.strategy == "pipelined":
+            continue  # stages overlap there: a gap may have several causes
+        for prompt in trace.prompts:
+            timeline = sorted((s for s in trace.steps if s.prompt == prompt.prompt and s.start_s is not None),
+                              key=lambda s: s.start_s or 0.0)
+            _gaps(timeline, spec, start, turnaround, handover)
+    keys = set(start) | set(turnaround) | set(handover) | set(rollback_s)
+
+    def mean(found: dict[str, list[float]], key: str) -> float:
+        return max(0.0, float(np.mean(found[key]))) if found.get(key) else 0.0
+
+    # A stage that always waits for another shows no start of its own: the first stage's serves.
+    general = float(np.mean([x for found in start.values() for x in found])) if start else 0.0
+    return {
+        key: Costs(start_s=mean(start, key) or general, turnaround_s=mean(turnaround, key),
+                   handover_s=mean(handover, key), rollback_s=rollback_s.get(key, 0.0))
+        for key in keys
+    }
+
+
+def _gaps(timeline: list[StepRecord], spec: PipelineSpec, start: dict[str, list[float]],
+          turnaround: dict[str, list[float]], handover: dict[str, list[float]]) -> None:
+    keys = [stage.time_key for stage in spec.stages]
+    if timeline:
+        start[keys[timeline[0].stage]].append(timeline[0].start_s or 0.0)
+    for before, after in zip(timeline, timeline[1:], strict=False):
+        gap = (after.start_s or 0.0) - (before.start_s or 0.0) - before.duration_s
+        if after.stage == before.stage:
+            turnaround[keys[after.stage]].append(gap)
+        else:
+            handover[keys[after.stage]].append(gap / abs(after.stage - before.stage))
+
+
+def _acceptance(agreement: Sequence[Agreement]) -> dict[str, AcceptanceModel]:
+    """A Markov model per pair of recorded stages, along the target's path."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for entry in agreement:
+        for a, first in enumerate(entry.names):
+            for b in range(a + 1, len(entry.names)):
+                mine = entry.tokens[a]
+                bits = (mine == entry.tokens[b]) & (mine != NO_PROPOSAL)
+                last = False
+                for bit in bits.tolist():
+                    counts[f"{first}>{entry.names[b]}"][2 * last + bit] += 1
+                    last = bit
+    out: dict[str, AcceptanceModel] = {}
+    for pair, (miss_miss, miss_hit, hit_miss, hit_hit) in counts.items():
+        out[pair] = Markov(
+            after_accept_rate=hit_hit / (hit_miss + hit_hit) if hit_miss + hit_hit else 0.0,
+            after_reject_rate=miss_hit / (miss_miss + miss_hit) if miss_miss + miss_hit else 0.0,
+        )
+    return out
+

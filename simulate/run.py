@@ -1,0 +1,88 @@
+"""Simulate a pipeline over prompts, and say how sure the result is.
+
+Prompts come from the profile's recorded agreement where its rows cover the pipeline; otherwise from
+its acceptance models, as many prompts as asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipespec_model import metrics
+from pipespec_model.agreement import Agreement, synthetic
+from pipespec_model.errors import InputError
+from pipespec_model.profile import Profile, pairs, recorded
+from pipespec_model.spec import PipelineSpec
+from pipespec_model.trace import Trace
+
+from .engine import PromptRun
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted throughput in tokens per second.
+
+    interval : 90% interval of the throughput measured on ``num_prompts`` *new* prompts
+    """
+
+    tokens_per_s: float
+    interval: tuple[float, float] | None
+    mean_acceptance_length: float | None
+    num_prompts: int
+
+
+def simulate(pipeline: PipelineSpec, profile: Profile, agreements: Sequence[Agreement], *, seed: int = 0,
+             spread: bool = True) -> Trace:
+    """Run every prompt once; a trace of origin ``simulated``.
+
+    agreements : rows in the order of the pipeline's stages
+    spread : draw step times from their distribution; False = their means
+    """
+    trace = Trace("simulated", pipeline.to_dict(), seed=seed,
+                  options={"spread": spread, "profile": profile.source, "neighbour_rate": profile.neighbour_rate})
+    for number, agreement in enumerate(agreements):
+        trace.add(*PromptRun(pipeline, profile, agreement, seed=seed, prompt=number, spread=spread).run())
+    return trace
+
+
+def agreements_for(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int,
+                   seed: int) -> list[Agreement]:
+    """Recorded prompts where the profile has them, else synthetic ones from its acceptance models."""
+    found = recorded(profile, pipeline)
+    if found:
+        return found
+    if num_prompts < 1 or num_tokens < 1:
+        raise InputError("prompts and tokens", "must be >= 1", f"{num_prompts} prompts, {num_tokens} tokens")
+    models = [profile.pair(a, b) for a, b, _ in pairs(pipeline)]
+    names = [stage.choice_key for stage in pipeline.stages]
+    return [synthetic(names, models, num_tokens=num_tokens, seed=seed, prompt=i) for i in range(num_prompts)]
+
+
+def forecast(trace: Trace, profile: Profile, *, num_prompts: int, rng: np.random.Generator) -> Forecast:
+    """What ``num_prompts`` new prompts of the same kind would measure.
+
+    The interval has three sources: the calibration prompts are a sample, the new prompts are another
+    one, and the machine's speed drifts (the profile's timing spread).
+    """
+    value = metrics.tokens_per_s(trace.prompts)
+    if value is None:
+        raise InputError("trace", "must hold at least one prompt")
+    tokens = np.array([len(p.tokens) for p in trace.prompts], dtype=float)
+    seconds = np.array([p.total_s for p in trace.prompts])
+    n = len(tokens)
+    interval = None
+    if n > 1:
+        draws = 4000
+        sample = rng.integers(0, n, size=(draws, n))
+        # New prompts are drawn from a resampled calibration set, so both samples' luck is in.
+        new = np.take_along_axis(sample, rng.integers(0, n, size=(draws, num_prompts)), axis=1)
+        rates = tokens[new].sum(1) / seconds[new].sum(1)
+        # A sample of n spreads sqrt((n-1)/n) too little; twice the drift: calibration and evaluation.
+        rates = value * (rates / value) ** np.sqrt(n / (n - 1))
+        rates *= np.exp(rng.normal(0.0, profile.timing_spread * np.sqrt(2), size=draws))
+        low, high = np.quantile(rates, [0.05, 0.95])
+        interval = (float(low), float(high))
+    return Forecast(value, interval, metrics.mean_acceptance_length(trace), num_prompts)
