@@ -23,20 +23,25 @@ from pipespec_model.trace import Trace
 from .fleet import Fleet, new_trace
 from .prompts import Prompt
 
-# (width, context, repeats): narrow steps are the common ones and get most of the repeats.
-STEP_CASES = [(1, 64, 5), (2, 64, 4), (3, 64, 3), (4, 64, 2), (8, 64, 2), (16, 64, 2), (32, 64, 1),
-              (1, 192, 3), (2, 192, 2), (4, 192, 1)]
-PREFILL_CASES = [(32, 0, 1), (64, 0, 1), (128, 0, 1)]
-TOGETHER_CASES = {"drafter": [(1, 64, 4), (1, 128, 4)], "verifier": [(1, 64, 2), (2, 64, 3), (3, 64, 2), (2, 128, 2)]}
-TOGETHER_S = 2.5
+# Narrow steps are the common ones and are timed more often.
+STEP_WIDTHS = {64: (1, 2, 3, 1, 4, 2, 8, 16), 160: (1, 2, 1, 4, 2, 3, 32)}  # by context
+CONTEXTS = tuple(STEP_WIDTHS)  # alternately, a round each
+PREFILL_WIDTHS = (48, 96)
+LOOKUP_WIDTHS = (1, 2, 4, 8)
+TOGETHER_S = 0.8
+TOGETHER_WIDTHS = {"drafter": (1,), "verifier": (1, 2, 3, 2)}
+CHAIN_TOKENS = 12
 
 Tick = Callable[[str], None]
 
 
 def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence[Prompt], *, max_new_tokens: int,
-              rounds: int = 2, agreements: Sequence[Agreement] | None = None, tick: Tick = lambda _: None,
+              agreements: Sequence[Agreement] | None = None, tick: Tick = lambda _: None,
               ) -> tuple[Profile, list[Trace]]:
-    """Calibrate every stage of ``pipelines``.
+    """Calibrate every stage of ``pipelines``, in as many rounds as there are prompts.
+
+    Each round measures everything once: on a shared machine speed shifts for seconds at a time, and
+    what is measured minutes apart cannot be compared.
 
     prompts : the calibration half, encoded
     agreements : the scripted stages' tokens, one a prompt; None = record the models' own
@@ -46,46 +51,39 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     -------
     profile, and the traces that it was fitted from
     """
-    text = list(prompts[0].tokens) if prompts else [1]
-    alone = distinct_stages(pipelines)
-    traces: list[Trace] = []
+    text = list(prompts[0].tokens)
     watch = pipelines[0].target.name
-
-    def keep(trace: Trace, before: float | None) -> None:
-        after = fleet.probe_s(watch)
-        if before and after:
-            trace.options["probe_s"] = (before + after) / 2
-        traces.append(trace)
-
-    for number in range(rounds):
-        for stage in alone:
-            tick(f"timing {stage.name} alone on {stage.threads} thread(s), round {number + 1}")
-            for cases in _alone_cases(stage):
-                before = fleet.probe_s(watch)
-                keep(_time_alone(fleet, stage, text, cases), before)
-        for group in computing_sets(pipelines):
-            tick(f"timing {' and '.join(stage.name for stage in group)} together, round {number + 1}")
-            before = fleet.probe_s(watch)
-            keep(_time_together(fleet, group, text), before)
-    recorded = list(agreements or [])
-    for i, pipeline in enumerate(reference_runs(pipelines)):
-        tick(f"running {pipeline.strategy} {pipeline.label} on calibration prompts")
-        answers = []
-        for n, prompt in enumerate(prompts if i == 0 and agreements is None else prompts[:3]):
-            before = fleet.probe_s(watch)
-            trace = new_trace(fleet.configure(pipeline))
-            trace.add(*fleet.run_prompt(pipeline, prompt, max_new_tokens=max_new_tokens if i == 0 else 16,
-                                        agreement=_scripted(agreements, n, pipeline)))
-            answers.append(trace.prompts[0].tokens)
-            keep(trace, before)
-        if i == 0 and agreements is None:
-            tick("recording each stage's own choices on calibration prompts")
-            recorded = record_agreement(fleet, pipelines, prompts, answers, max_new_tokens=max_new_tokens)
-    return fit(traces, recorded, source=f"{len(prompts)} calibration prompts"), traces
+    traces: list[Trace] = []
+    answers: list[list[int]] = []
+    baseline, *others = reference_runs(pipelines)
+    # A chain that is no row itself is run for its gaps alone, once.
+    rows = {tuple(stage.time_key for stage in p.stages) for p in pipelines if p.strategy != "pipelined"}
+    for number, prompt in enumerate(prompts):
+        tick(f"calibration round {number + 1} of {len(prompts)}")
+        made = [_time_alone(fleet, stage, text, CONTEXTS[number % len(CONTEXTS)]) for stage in distinct_stages(pipelines)]
+        made += [_time_together(fleet, group, text) for group in computing_sets(pipelines)]
+        scripted = agreements[number] if agreements else None
+        made.append(_run(fleet, baseline, prompt, max_new_tokens, scripted))
+        answers.append(made[-1].prompts[0].tokens)
+        for pipeline in others:
+            if number == 0 or tuple(stage.time_key for stage in pipeline.stages) in rows:
+                made.append(_run(fleet, pipeline, prompt, min(CHAIN_TOKENS, max_new_tokens), scripted))
+        for trace in made:
+            trace.options["round"] = number
+            if (probe := fleet.probe_s(watch)) is not None:
+                trace.options["probe_s"] = probe
+        traces += made
+    if agreements is None:
+        tick("recording each stage's own choices on calibration prompts")
+        agreements = record_agreement(fleet, pipelines, prompts, answers, max_new_tokens=max_new_tokens)
+    return fit(traces, agreements, source=f"{len(prompts)} calibration prompts"), traces
 
 
-def _scripted(agreements: Sequence[Agreement] | None, n: int, pipeline: PipelineSpec) -> Agreement | None:
-    return agreements[n].select([stage.choice_key for stage in pipeline.stages]) if agreements else None
+def _run(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int,
+         agreement: Agreement | None) -> Trace:
+    trace = new_trace(fleet.configure(pipeline))
+    trace.add(*fleet.run_prompt(pipeline, prompt, max_new_tokens=max_new_tokens, agreement=agreement))
+    return trace
 
 
 def distinct_stages(pipelines: Iterable[PipelineSpec]) -> list[StageSpec]:
@@ -128,17 +126,12 @@ def _single(stage: StageSpec) -> PipelineSpec:
     return PipelineSpec(strategy="autoregressive", stages=(stage,))
 
 
-def _alone_cases(stage: StageSpec) -> list[list[tuple[int, int, int]]]:
-    """Groups of cases, each short enough for one speed."""
-    if stage.block:
-        return [[(width, 64, 3) for width in (1, 2, 4, 8)]]
-    return [STEP_CASES[:4], STEP_CASES[4:], PREFILL_CASES]
-
-
-def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], cases: list[tuple[int, int, int]]) -> Trace:
+def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], context: int) -> Trace:
     trace = new_trace(fleet.configure(_single(stage)))
-    fleet.measure({stage.name: [(1, 64, 2)]}, text)  # warm-up, not counted
-    trace.steps = fleet.measure({stage.name: cases}, text)[stage.name]
+    widths = LOOKUP_WIDTHS if stage.block else STEP_WIDTHS[context]
+    trace.steps = fleet.measure({stage.name: widths}, text, context=context)[stage.name]
+    if not stage.block:
+        trace.steps += fleet.measure({stage.name: PREFILL_WIDTHS}, text, context=0)[stage.name]
     return trace
 
 
@@ -146,8 +139,8 @@ def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int]) ->
     links = tuple(LinkSpec() for _ in group[1:])
     spec = fleet.configure(PipelineSpec(stages=tuple(group), links=links))
     trace = new_trace(spec, options={"together": True})
-    cases = {stage.name: TOGETHER_CASES["drafter" if i == 0 else "verifier"] for i, stage in enumerate(group)}
-    measured = fleet.measure(cases, text, seconds=TOGETHER_S)
+    widths = {stage.name: TOGETHER_WIDTHS["verifier" if i else "drafter"] for i, stage in enumerate(group)}
+    measured = fleet.measure(widths, text, context=CONTEXTS[0], seconds=TOGETHER_S)
     for i, stage in enumerate(group):
         trace.steps += [replace(step, stage=i) for step in measured[stage.name]]
     return trace

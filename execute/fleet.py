@@ -240,12 +240,16 @@ class Fleet:
         """Generate for one prompt; blocks until every stage has accounted for its drafts.
 
         The clock starts before the request is sent and includes every stage's prefill.
+
+        agreement : what scripted stages replay; it may hold rows of other stages too
         """
         self.configure(pipeline)
         self._check_fits(pipeline, prompt, max_new_tokens)
         self._runs += 1
         self._current = prompt.name
         names = [stage.name for stage in pipeline.stages]
+        if agreement is not None:
+            agreement = agreement.select([stage.choice_key for stage in pipeline.stages])
         job = Job(self._runs, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
                   stream=on_text is not None, agreement=agreement)
         for name in reversed(names):
@@ -288,18 +292,22 @@ class Fleet:
                 raise InputError(f"prompt {prompt.name!r}", f"plus {max_new_tokens} new tokens must fit the context "
                                  f"of stage {stage.name!r} ({limit} tokens)", needed, "shorten it or ask for fewer")
 
-    def measure(self, cases: dict[str, list[tuple[int, int, int]]], text: list[int], *, seconds: float = 0.0,
+    def measure(self, widths: dict[str, tuple[int, ...]], text: list[int], *, context: int, seconds: float = 0.0,
                 ) -> dict[str, list[StepRecord]]:
-        """Time steps ``(width, context, repeats)`` of some stages; of several, at the same time.
+        """Time steps of these widths, by stage; of several stages, at the same time.
 
-        seconds : go on for that long; 0 = each case once.  Of several stages only the steps within
-        the time that all of them were at work are returned.
+        context : tokens in the cache before a step; 0 times prefills
+        seconds : go on for that long; 0 = each width once.  Of several stages only the steps within
+            the time that all of them were at work are returned.
         """
-        start_at = time.perf_counter() + 0.05
-        stop_at = start_at + seconds if seconds else 0.0
-        for name, wanted in cases.items():
-            self._send(name, "measure", wanted, text, start_at, stop_at)
-        out = {name: self._receive(name, "measured", timeout_s=600)[1] for name in cases}
+        for name, wanted in widths.items():
+            self._send(name, "measure", context, wanted, text)
+        for name in widths:
+            self._receive(name, "primed", timeout_s=600)
+        start_at = time.perf_counter() + 0.002
+        for name in widths:
+            self._send(name, "go", start_at, start_at + seconds if seconds else 0.0)
+        out = {name: self._receive(name, "measured", timeout_s=600)[1] for name in widths}
         if len(out) < 2:
             return out
         begun = max(steps[0].start_s for steps in out.values())

@@ -18,6 +18,8 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+import numpy as np
+
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.protocol import Stage, Step
@@ -117,17 +119,22 @@ class Worker:
         outcome = Outcome(job.run, asdict(stage.close()), self.steps, list(stage.sequence), self._ended())
         self.parent.send(("closed", outcome))
 
-    def on_measure(self, cases: list[tuple[int, int, int]], text: list[int], start_at: float, stop_at: float) -> None:
-        """Run the cases ``(width, context, repeats)`` over and over until ``stop_at`` (0: once)."""
-        records: list[StepRecord] = []
+    def on_measure(self, context: int, widths: tuple[int, ...], text: list[int]) -> None:
+        """Time steps of these widths on a cache of ``context`` tokens (0: each is a prefill).
+
+        Once primed, waits for ``("go", start_at, stop_at)``; goes round until ``stop_at``, at least once.
+        """
+        prompt = (text * (1 + context // len(text)))[:context]
+        prime(self.runner, prompt, text)
+        self.parent.send(("primed",))
+        _, start_at, stop_at = self.parent.recv()
         time.sleep(max(0.0, start_at - time.perf_counter()))
-        while True:
-            for width, context, repeats in cases:
-                records += measure(self.runner, width, context, repeats, text)
-                if stop_at and time.perf_counter() >= stop_at:
+        records: list[StepRecord] = []
+        while not records or time.perf_counter() < stop_at:
+            for width in widths:
+                records += measure(self.runner, prompt, width, text)
+                if time.perf_counter() >= stop_at > 0:
                     break
-            if time.perf_counter() >= stop_at:
-                break
         self.parent.send(("measured", records))
 
     def on_probe(self, repeats: int) -> None:
@@ -232,34 +239,39 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
         runner.begin(job.prompt)
 
 
-def measure(runner: Any, width: int, context: int, repeats: int, text: list[int]) -> list[StepRecord]:
-    """Steps of one width at one context; context 0 is a prefill of ``width`` tokens.
-
-    The cut back to ``context`` between steps is timed apart, as kind ``rollback``.
-    """
-    prompt = (text * (1 + (context + width) // len(text)))[: max(context, width if context == 0 else 0)]
-    sequence = [text[0]] if context else []
+def prime(runner: Any, prompt: list[int], text: list[int]) -> None:
+    """Fill the cache with ``prompt`` and run one step that is not counted."""
     if isinstance(runner, ScriptedRunner):
-        empty = Agreement("measure", len(prompt), ("",), [[0]])  # type: ignore[arg-type]
-        runner.begin_replay(empty, 0, 0, block=False)
-    else:
-        runner.begin(prompt)
-        if context and _uses_torch(runner):
-            runner.run([], Step("prefill", 0, 0, context, (), 1, 0, False))
-    records = []
-    for _ in range(repeats):
-        drafts = tuple(text[i % len(text)] for i in range(1, width)) if context else ()
-        step = Step("verify", len(sequence), context, width, drafts, width, 0, False)
-        start = time.perf_counter()
-        runner.forget(context)
-        middle = time.perf_counter()
-        runner.run(sequence, step)
-        end = time.perf_counter()
-        for kind, begun, ended in (("rollback", start, middle), ("measure" if context else "prefill", middle, end)):
-            records.append(StepRecord(
-                prompt=-1, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
-                context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0))
-    return records
+        nothing = Agreement("measure", len(prompt), ("",), np.zeros((1, 1), dtype=np.int64))
+        runner.begin_replay(nothing, 0, 0, block=False)
+        return
+    runner.begin(prompt)
+    if prompt and _uses_torch(runner):
+        runner.run([], Step("prefill", 0, 0, len(prompt), (), 1, 0, False))
+        measure(runner, prompt, 1, text)
+
+
+def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list[StepRecord]:
+    """One step of ``width`` tokens after ``prompt``; without a prompt, a prefill of that width.
+
+    The cut back to the prompt is timed apart, as kind ``rollback``.
+    """
+    context = len(prompt)
+    if not prompt and _uses_torch(runner):
+        runner.begin((text * (1 + width // len(text)))[:width])
+    sequence = [text[0]] if prompt else []
+    drafts = tuple(text[i % len(text)] for i in range(1, width)) if prompt else ()
+    step = Step("verify", len(sequence), context, width, drafts, width, 0, False)
+    start = time.perf_counter()
+    runner.forget(context)
+    middle = time.perf_counter()
+    runner.run(sequence, step)
+    end = time.perf_counter()
+    return [
+        StepRecord(prompt=-1, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
+                   context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0)
+        for kind, begun, ended in (("rollback", start, middle), ("measure" if prompt else "prefill", middle, end))
+    ]
 
 
 def _uses_torch(runner: Any) -> bool:

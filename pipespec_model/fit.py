@@ -8,8 +8,9 @@ What is read from which record:
 * costs between steps from traces of generation: autoregressive and synchronous ones, where a gap has
   one cause.
 
-Every trace may carry ``options["probe_s"]``, the speed probe measured around it; times are then
-normalised to the median probe.
+Every trace may carry ``options["probe_s"]``, the machine's speed probe beside it, and
+``options["round"]``: a calibration goes round and round all that it measures, so that a shift of the
+machine's speed touches everything alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -41,11 +43,7 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
 
     Raises InputError when no stage can be timed.
     """
-    measured = traces = list(traces)
-    probes = [trace.options["probe_s"] for trace in traces if trace.options.get("probe_s")]
-    probe_s = float(np.median(probes)) if probes else None
-    if probe_s is not None:
-        traces = [_at_speed(trace, probe_s) for trace in traces]
+    traces = list(traces)
     steps: dict[str, list[StepRecord]] = defaultdict(list)
     prefills: dict[str, list[StepRecord]] = defaultdict(list)
     rollbacks: dict[str, list[float]] = defaultdict(list)
@@ -68,9 +66,9 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
               if trace.pipeline["strategy"] == "speculative" and not trace.options.get("together")]
     return Profile(
         latency=latency, contention=_rates(together, latency), turns=_rates(chains, latency),
-        costs=_costs(measured, {key: float(np.mean(x)) for key, x in rollbacks.items() if x}),
+        costs=_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x}),
         acceptance=_acceptance(agreement), agreement=tuple(agreement),
-        timing_spread=float(np.std(np.log(probes))) if len(probes) > 1 else 0.0, probe_s=probe_s, origin="fitted", source=source,
+        **_speed(traces), origin="fitted", source=source,
     )
 
 
@@ -86,28 +84,36 @@ def _merged(prefills: list[StepRecord]) -> list[StepRecord]:
     return [replace(step, width=max(16, round(step.width / 16) * 16)) for step in prefills]
 
 
-def _at_speed(trace: Trace, probe_s: float) -> Trace:
-    """The trace as it would have been at the reference speed."""
-    factor = probe_s / trace.options.get("probe_s", probe_s)
-    return replace(trace, steps=[replace(step, duration_s=step.duration_s * factor) for step in trace.steps])
-
-
 def _rates(traces: list[Trace], latency: dict[str, StageLatency]) -> tuple[Contention, ...]:
-    """Per set of stages: the alone time of the steps that these traces hold / their time there."""
-    alone: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    """Per set of stages: the typical ratio of a step's time alone to its time there.
+
+    Stages can only slow each other, so a ratio above 1 is noise and counts as 1.
+    """
+    ratios: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         stages = PipelineSpec.from_dict(trace.pipeline).stages
         group = tuple(stage.time_key for stage in stages)
         for step in trace.steps:
             key = group[step.stage]
-            if step.kind in STEP_KINDS and key in latency:
-                alone[group][key] += latency[key].step.mean_s(step.width, step.context)
-                found[group][key] += step.duration_s
+            if step.kind in STEP_KINDS and key in latency and not stages[step.stage].block:
+                ratios[group][key].append(latency[key].step.mean_s(step.width, step.context) / step.duration_s)
     return tuple(
-        Contention({key: min(alone[group][key] / seconds, 2.0) for key, seconds in times.items() if seconds})
-        for group, times in found.items() if len(times) > 1
+        Contention({key: min(float(np.median(found)), 1.0) for key, found in members.items()})
+        for members in ratios.values() if members
     )
+
+
+def _speed(traces: list[Trace]) -> dict[str, Any]:
+    """The mean speed probe, and how much its mean differed between rounds."""
+    rounds: dict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        if trace.options.get("probe_s"):
+            rounds[trace.options.get("round", 0)].append(trace.options["probe_s"])
+    if not rounds:
+        return {}
+    means = np.array([np.mean(found) for found in rounds.values()])
+    return {"probe_s": float(np.mean([x for found in rounds.values() for x in found])),
+            "timing_spread": float(np.std(np.log(means), ddof=1)) if len(means) > 1 else 0.0}
 
 
 def _costs(traces: list[Trace], rollback_s: dict[str, float]) -> dict[str, Costs]:
@@ -126,14 +132,14 @@ def _costs(traces: list[Trace], rollback_s: dict[str, float]) -> dict[str, Costs
             _gaps(timeline, spec, start, turnaround, handover)
     keys = set(start) | set(turnaround) | set(handover) | set(rollback_s)
 
-    def mean(found: dict[str, list[float]], key: str) -> float:
-        return max(0.0, float(np.mean(found[key]))) if found.get(key) else 0.0
+    def typical(found: dict[str, list[float]], key: str) -> float:
+        return max(0.0, float(np.median(found[key]))) if found.get(key) else 0.0
 
     # A stage that always waits for another shows no start of its own: the first stage's serves.
-    general = float(np.mean([x for found in start.values() for x in found])) if start else 0.0
+    general = float(np.median([x for found in start.values() for x in found])) if start else 0.0
     return {
-        key: Costs(start_s=mean(start, key) or general, turnaround_s=mean(turnaround, key),
-                   handover_s=mean(handover, key), rollback_s=rollback_s.get(key, 0.0))
+        key: Costs(start_s=typical(start, key) or general, turnaround_s=typical(turnaround, key),
+                   handover_s=typical(handover, key), rollback_s=rollback_s.get(key, 0.0))
         for key in keys
     }
 

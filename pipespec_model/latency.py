@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .errors import InputError
 
@@ -196,9 +197,17 @@ def latency_from_dict(data: dict[str, Any]) -> LatencyModel:
         raise InputError(f"latency ({kind})", str(error).split(") ", 1)[-1]) from None
 
 
+# A step slower than this times the typical one was interrupted by something else on the machine; the
+# sampler's spread stops here.  Interruptions are the machine's, not the model's.
+INTERRUPTED = 1.25
+
+
 def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[float], *,
               num_quantiles: int = 33) -> Table:
-    """Least-squares table: one mean a width and one common slope in context.
+    """A table of typical step times: the median a width, and one common slope in context.
+
+    Medians, because on a shared machine a few seconds of interruption would shift a mean of a dozen
+    steps by tens of percent.
 
     Parameters
     ----------
@@ -206,23 +215,32 @@ def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[
 
     Returns
     -------
-    Table with the quantiles of the ratio measured / fitted, so that its sampler has the spread of
-    the measurement and its mean the mean of the measurement.
+    Table whose sampler has the spread of the uninterrupted steps and, as its mean, the table's value.
     """
     w = np.asarray(widths)
     c = np.asarray(contexts, dtype=float)
     t = np.asarray(seconds, dtype=float)
     levels = np.unique(w)
+    slope = max(0.0, _theil_sen(w, c, t))
     at = float(c.mean())
-    # Slope within widths, so that a width that was met late does not pass for a cost of context.
-    centred_c = c - np.array([c[w == x].mean() for x in w])
-    centred_t = t - np.array([t[w == x].mean() for x in w])
-    variance = float((centred_c**2).sum())
-    slope = max(0.0, float((centred_c * centred_t).sum()) / variance) if variance > 0 else 0.0
-    means = [float((t[w == x] - slope * (c[w == x] - at)).mean()) for x in levels]
-    table = Table(tuple(int(x) for x in levels), tuple(means), slope, round(at))
+    # Noise must not turn into a step that costs nothing at an empty cache.
+    slope = min(slope, 0.5 * min(float(np.median(t[w == x])) for x in levels) / at) if at > 0 else 0.0
+    typical = tuple(float(np.median(t[w == x] - slope * (c[w == x] - at))) for x in levels)
+    table = Table(tuple(int(x) for x in levels), typical, slope, round(at))
     ratios = np.array([s / table.mean_s(int(x), int(y)) for x, y, s in zip(w, c, t, strict=True)])
-    quantiles = np.quantile(ratios, np.linspace(0, 1, num_quantiles))
-    # Piecewise-linear quantiles shift the mean a little; scale so that sampling keeps it.
+    quantiles = np.quantile(np.minimum(ratios, INTERRUPTED), np.linspace(0, 1, num_quantiles))
     area = float(np.trapezoid(quantiles, dx=1 / (num_quantiles - 1)))
     return Table(table.widths, table.seconds, slope, table.at_context, tuple((quantiles / area).tolist()))
+
+
+def _theil_sen(w: NDArray[Any], c: NDArray[Any], t: NDArray[Any]) -> float:
+    """Median slope of time in context over pairs of steps of one width."""
+    slopes: list[float] = []
+    for level in np.unique(w):
+        x, y = c[w == level], t[w == level]
+        first, second = np.triu_indices(len(x), k=1)
+        apart = np.abs(x[first] - x[second]) >= 16
+        if apart.any():
+            found = (y[first] - y[second])[apart] / (x[first] - x[second])[apart]
+            slopes += found[:: max(1, len(found) // 2000)].tolist()
+    return float(np.median(slopes)) if slopes else 0.0

@@ -74,8 +74,8 @@ class Contention:
 
     def __post_init__(self) -> None:
         for key, rate in self.rates.items():
-            if not 0 < rate <= 2:
-                raise InputError(f"contention.{key}", "must be in (0, 2]", rate)
+            if not 0 < rate <= 1:
+                raise InputError(f"contention.{key}", "must be in (0, 1]", rate)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Profile:
     turns : like contention, but of stages that work in turn: each evicts the others' weights from
         the caches
     timing_spread : relative standard deviation of the machine's speed during calibration
-    probe_s : seconds of the executor's speed probe that all times here are normalised to
+    probe_s : mean seconds of the executor's speed probe during calibration
     origin : ``assumed`` or ``fitted``; ``source`` says from what
     """
 
@@ -140,10 +140,10 @@ class Profile:
 
     def turn_rate(self, stages: Sequence[StageSpec], stage: StageSpec) -> float:
         """Rate of progress of ``stage`` in a chain of ``stages``; 1 where it was not measured."""
-        keys = frozenset(item.time_key for item in stages)
+        keys = frozenset(item.time_key for item in stages if not item.block)
         for entry in self.turns:
             if frozenset(entry.rates) == keys:
-                return entry.rates[stage.time_key]
+                return entry.rates.get(stage.time_key, 1.0)
         return 1.0
 
     def to_dict(self) -> dict[str, Any]:
