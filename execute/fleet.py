@@ -234,13 +234,14 @@ class Fleet:
         self._configured = pipeline.model_copy(update={"stages": tuple(stages)})
         return self._configured
 
-    def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, repeat: int = 0,
+    def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0, repeat: int = 0,
                    agreement: Agreement | None = None, on_text: Callable[[list[int]], None] | None = None,
                    ) -> tuple[PromptRecord, list[StepRecord]]:
         """Generate for one prompt; blocks until every stage has accounted for its drafts.
 
         The clock starts before the request is sent and includes every stage's prefill.
 
+        number : names the prompt in the trace; must differ between the prompts of one trace
         agreement : what scripted stages replay; it may hold rows of other stages too
         """
         self.configure(pipeline)
@@ -250,7 +251,7 @@ class Fleet:
         names = [stage.name for stage in pipeline.stages]
         if agreement is not None:
             agreement = agreement.select([stage.choice_key for stage in pipeline.stages])
-        job = Job(self._runs, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
+        job = Job(self._runs, number, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
                   stream=on_text is not None, agreement=agreement)
         for name in reversed(names):
             self._send(name, "prompt", job)
@@ -271,13 +272,15 @@ class Fleet:
             self._send(name, "close", job.run)
             outcomes.insert(0, self._receive(name, "closed", timeout_s=60)[1])
         self._current = ""
-        return self._records(outcomes, prompt, repeat)
+        return self._records(outcomes, prompt, number, repeat)
 
-    def _records(self, outcomes: list[Outcome], prompt: Prompt, repeat: int) -> tuple[PromptRecord, list[StepRecord]]:
+    @staticmethod
+    def _records(outcomes: list[Outcome], prompt: Prompt, number: int, repeat: int,
+                 ) -> tuple[PromptRecord, list[StepRecord]]:
         last = outcomes[-1]
         first = last.steps[0] if last.steps else None
         record = PromptRecord(
-            prompt=last.run, name=prompt.name, prompt_length=len(prompt.tokens), tokens=last.tokens,
+            prompt=number, name=prompt.name, prompt_length=len(prompt.tokens), tokens=last.tokens,
             total_s=last.ended_s, ttft_s=(first.start_s or 0.0) + first.duration_s if first else 0.0,
             counters=[outcome.counters for outcome in outcomes], category=prompt.category, repeat=repeat)
         return record, [step for outcome in outcomes for step in outcome.steps]

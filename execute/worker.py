@@ -41,10 +41,12 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt for one stage.  ``clock``: time.perf_counter() of the request; that clock is the
+    """One prompt for one stage.  ``run`` tells its messages from those of the prompt before; ``number``
+    names it in the trace.  ``clock``: time.perf_counter() of the request; that clock is the
     machine's monotonic one, the same in every process of a host."""
 
     run: int
+    number: int
     clock: float
     prompt: tuple[int, ...]
     budget: int
@@ -186,7 +188,7 @@ class Worker:
         end = time.perf_counter()
         accepted = stage.finish(step, tokens)
         self.steps.append(StepRecord(
-            prompt=self.job.run, stage=stage.index, kind=step.kind, start_s=start - self.job.clock,
+            prompt=self.job.number, stage=stage.index, kind=step.kind, start_s=start - self.job.clock,
             duration_s=end - start, position=step.position, context=step.cached,
             width=len(tokens) if step.width == 0 else step.width, drafts=len(step.drafts), accepted=accepted,
             emitted=len(stage.sequence) - before, epoch=step.epoch, rolled_back=step.rolled_back,
@@ -234,7 +236,7 @@ class Worker:
 def begin(runner: Any, job: Job, place: Placement) -> None:
     if isinstance(runner, ScriptedRunner):
         assert job.agreement is not None
-        runner.begin_replay(job.agreement, place.index, job.run, block=place.pipeline.stages[place.index].block)
+        runner.begin_replay(job.agreement, place.index, job.number, block=place.pipeline.stages[place.index].block)
     else:
         runner.begin(job.prompt)
 

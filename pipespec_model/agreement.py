@@ -146,12 +146,21 @@ class Replay:
         out: list[int] = []
         while len(out) < limit:
             token = self._choice(stage, held, on_path, None)
-            if token == NO_PROPOSAL:
+            if token == NO_PROPOSAL or not (on_path or self._goes_on(stage, held)):
                 break
             on_path = on_path and len(held) < len(self._target) and token == self._target[len(held)]
             held.append(token)
             out.append(token)
         return out
+
+    def _goes_on(self, stage: int, held: list[int]) -> bool:
+        """Whether a lookup off the target's path proposes once more: at the rate at which, on the
+        path, a proposal is followed by another."""
+        row = self._rows[stage]
+        proposals = [token != NO_PROPOSAL for token in row]
+        followed = [after for before, after in zip(proposals, proposals[1:], strict=False) if before]
+        rate = sum(followed) / len(followed) if followed else 0.0
+        return uniform(self.seed, self.prompt, stage, ON_PATH, len(held), held[-1]) < rate
 
     def _choice(self, stage: int, held: list[int], on_path: bool, draft: int | None) -> int:
         position = len(held)

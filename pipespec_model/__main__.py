@@ -1,0 +1,39 @@
+"""The console script ``pipespec``: maps a sub-command to its package and imports it when called, so
+that ``pipespec --help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "validate": "calibrate, predict, measure and report (the main job)",
+    "execute": "generate text, calibrate a pipeline",
+    "simulate": "simulate a pipeline, draw a timeline",
+}
+
+
+def usage() -> str:
+    lines = ["usage: pipespec COMMAND [ARGUMENTS]; pipespec COMMAND --help tells more", ""]
+    lines += [f"  {name:9} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        raise SystemExit(0)
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"pipespec {version('pipespec')}")
+        raise SystemExit(0)
+    if args[0] not in COMMANDS:
+        print(f"pipespec: command must be one of {', '.join(COMMANDS)}, got {args[0]!r}", file=sys.stderr)
+        raise SystemExit(2)
+    import_module(f"{args[0]}.__main__").main(args[1:])
+
+
+if __name__ == "__main__":
+    main()

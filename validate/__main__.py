@@ -1,0 +1,139 @@
+"""``pipespec validate``: hold the prediction against the measurement on this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from execute.fleet import assign_cores, available_cores
+from execute.loading import load_tokenizer
+from execute.prompts import Prompt, built_in, encode, load_prompts
+from execute.zoo import BUILT_IN
+from pipespec_model.cli import print_json, progress_bar, run
+from pipespec_model.errors import InputError
+from pipespec_model.spec import PipelineSpec, load_pipeline
+from pipespec_model.trace import Trace
+from simulate.run import simulate
+
+from .compare import replay_set
+from .report import write_report
+from .rows import Row, real_rows
+from .run import Group, Settings, distinct_stages, emulated_group, finish, free_space, open_folder, run_group, weight
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def validate(
+    pipeline: Annotated[Path | None, typer.Argument(help="pipeline YAML; without it the built-in rows")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="text lines, or JSON Lines of Spec-Bench, HumanEval, GSM8K")] = None,
+    out: Annotated[Path, typer.Option(help="output folder; an interrupted run goes on there")] = Path("pipespec-out"),
+    model: Annotated[str, typer.Option(help="Hugging Face id, local folder, GGUF file or built-in name")] = BUILT_IN,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    full: Annotated[bool, typer.Option("--full", help="all prompts and 64 tokens: up to 15 minutes")] = False,
+    tolerance: Annotated[float | None, typer.Option(help="exit 1 if the mean timing error is above this, in %")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print the report as one JSON document on stdout")] = False,
+) -> int:
+    """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
+    begun = time.monotonic()
+    spec = load_pipeline(pipeline) if pipeline else None
+    rows = custom_rows(spec) if spec else real_rows(model, dtype, len(available_cores()))
+    for row in rows:
+        assign_cores(row.pipeline, scripted=False)
+    chosen = load_prompts(prompts) if prompts else built_in()
+    calibration, evaluation = halves(chosen, few=None if full or prompts else 6)
+    target = rows[0].pipeline.target
+    tokens = 64 if full else 24
+    settings = Settings(
+        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2 if full else 3,
+        emulated_prompts=6 if full else 4, emulated_tokens=48 if full else 24,
+        calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
+        rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows])
+    open_folder(out, settings)
+    free_space(out)
+    tokenizer = load_tokenizer(target.model)
+    groups = [Group(rows, distinct_stages(rows), encode(calibration, tokenizer), encode(evaluation, tokenizer),
+                    tokens, settings.repeats)]
+    if spec is None:
+        groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
+    bar, advance = progress_bar(sum(weight(group) for group in groups))
+    with bar:
+        for group in groups:
+            run_group(group, out, advance)
+    data = finish(groups, settings, time.monotonic() - begun)
+    shown = timeline_row(rows)
+    write_report(data, out, simulated=replayed(groups[0], shown), measured=groups[0].traces[shown.name])
+    if json_:
+        print_json(data)
+    else:
+        summary(data, out)
+    error = data["timing_mape_percent"].get("measured")
+    return 1 if tolerance is not None and error is not None and error > tolerance else 0
+
+
+def custom_rows(spec: PipelineSpec) -> list[Row]:
+    """The user's pipeline, and its target alone to compare with."""
+    target = spec.target.model_copy(update={"threads": 1, "cores": None})
+    alone = Row("autoregressive-1", PipelineSpec(strategy="autoregressive", stages=(target,)), "the baseline")
+    return [alone] if spec == alone.pipeline else [alone, Row("pipeline", spec, "the given pipeline")]
+
+
+def halves(prompts: list[Prompt], few: int | None) -> tuple[list[Prompt], list[Prompt]]:
+    """Both halves; with ``few``, one prompt of each category."""
+    out = []
+    for half in ("calibration", "evaluation"):
+        mine = [prompt for prompt in prompts if prompt.half == half]
+        if few is not None:
+            first = {prompt.category: prompt for prompt in reversed(mine)}
+            mine = list(reversed(first.values()))[:few]
+        out.append(mine)
+    if not out[0] or not out[1]:
+        raise InputError("prompts", "must be at least 2: one to calibrate on, one to judge on", len(prompts))
+    return out[0], out[1]
+
+
+def timeline_row(rows: list[Row]) -> Row:
+    """The row that the report draws: the first pipelined one."""
+    return next((row for row in rows if row.pipeline.strategy == "pipelined"), rows[-1])
+
+
+def replayed(group: Group, row: Row) -> Trace:
+    assert group.profile is not None
+    assert group.evaluation_agreements is not None
+    prompts = [p for p in group.traces[row.name].prompts if p.repeat == 0]
+    return simulate(row.pipeline, group.profile, replay_set(row.pipeline, group.evaluation_agreements, prompts))
+
+
+def summary(data: dict, out: Path) -> None:
+    """A table for people, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .figures import describe
+    from .report import headline, signed, span
+
+    table = Table(title=f"{data['model']}, {data['dtype']}")
+    for name in ("strategy {stages}", "measured tok/s", "predicted tok/s", "difference", "90% forecast", "timing error"):
+        table.add_column(name, justify="left" if name.startswith("strategy") else "right")
+    for row in data["rows"]:
+        table.add_row(
+            describe(row), f"{row['measured_tokens_per_s']:.1f}", f"{row['predicted_tokens_per_s']['simulation']:.1f}",
+            signed(row["error_percent"]["simulation"]), span(row["predicted_interval"]),
+            signed(row["timing_error_percent"]))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for sentence in headline(data, [row for row in data["rows"] if row["origin"] == "measured"]):
+        console.print(sentence)
+    console.print(f"Report: {out / 'report.html'}")
+
+
+def main(args: list[str] | None = None) -> None:
+    run(app, "pipespec validate", args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Predictions beside measurements: one dictionary a row, as the contract of the report has it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipespec_model import closed_form, metrics
+from pipespec_model.acceptance import Markov
+from pipespec_model.agreement import Agreement
+from pipespec_model.profile import Profile, pairs, recorded
+from pipespec_model.spec import PipelineSpec
+from pipespec_model.trace import PromptRecord, Trace
+from simulate.run import forecast, simulate
+
+from .rows import Row
+
+MODELS = ("closed_form", "renewal", "simulation")
+# Greedy text may differ where the target's two best logits are closer than this: a few steps of the
+# format at the usual size of a logit (16 to 32).
+NEAR_TIE_MARGIN = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was said of a row before it ran."""
+
+    tokens_per_s: dict[str, float | None]
+    interval: tuple[float, float] | None
+    mean_acceptance_length: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tokens_per_s": self.tokens_per_s, "interval": list(self.interval) if self.interval else None,
+                "mean_acceptance_length": self.mean_acceptance_length}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Prediction:
+        interval = data["interval"]
+        return cls(data["tokens_per_s"], tuple(interval) if interval else None, data["mean_acceptance_length"])
+
+
+def predict(row: Row, profile: Profile, *, num_prompts: int) -> Prediction:
+    """Predict a row from the calibration prompts alone."""
+    trace = simulate(row.pipeline, profile, recorded(profile, row.pipeline))
+    said = forecast(trace, profile, num_prompts=num_prompts, rng=np.random.default_rng(0))
+    return Prediction({"closed_form": closed_form_tokens_per_s(row.pipeline, profile), "renewal": None,
+                       "simulation": said.tokens_per_s}, said.interval, said.mean_acceptance_length)
+
+
+def closed_form_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float | None:
+    """The paper's formulas with measured seconds (protocols: one α, a full window always waits,
+    no prefill); of a chain of more than two stages there is none."""
+    context = int(np.mean([a.prompt_length + a.num_tokens / 2 for a in profile.agreement]))
+    target = profile.stage_latency(pipeline.target).step
+    if pipeline.strategy == "autoregressive":
+        return closed_form.autoregressive_tokens_per_s(target.mean_s(1, context))
+    drafter, verifier, link = pairs(pipeline)[-1]
+    model = profile.pair(drafter, verifier)
+    assert isinstance(model, Markov)
+    alpha, window = model.acceptance_rate, link.lookahead
+    if pipeline.strategy == "pipelined":
+        return closed_form.pipelined_tokens_per_s(alpha, window, target.mean_s(window + 1, context))
+    if len(pipeline.stages) > 2:
+        return None
+    ratio = profile.stage_latency(drafter).step.mean_s(1, context) / target.mean_s(1, context)
+    return closed_form.synchronous_tokens_per_s(alpha, window, ratio, target.mean_s(1, context))
+
+
+def typical(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """One record a prompt: the repeat of median duration, so that a moment's interruption of the
+    machine does not decide.  An even number of repeats gives the mean of the middle two's time."""
+    by_name: dict[str, list[PromptRecord]] = defaultdict(list)
+    for prompt in prompts:
+        by_name[prompt.name].append(prompt)
+    out = []
+    for found in by_name.values():
+        middle = sorted(found, key=lambda p: p.total_s)[(len(found) - 1) // 2]
+        total = float(np.median([p.total_s for p in found]))
+        scale = total / middle.total_s if middle.total_s else 1.0
+        out.append(PromptRecord(**{**{f: getattr(middle, f) for f in PromptRecord.__dataclass_fields__},
+                                   "total_s": total, "ttft_s": middle.ttft_s * scale}))
+    return out
+
+
+def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile, agreements: Sequence[Agreement],
+            answers: Mapping[str, Sequence[int]], margins: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """One row of the report.
+
+    agreements : of the evaluation prompts, to replay
+    answers : autoregressive tokens by prompt; margins : the target's top-2 margins along them
+    """
+    prompts = typical(trace.prompts)
+    measured = metrics.tokens_per_s(prompts)
+    assert measured is not None
+    stages = trace.pipeline["stages"]
+    replayed = simulate(row.pipeline, profile, replay_set(row.pipeline, agreements, prompts))
+    timing = metrics.tokens_per_s(replayed.prompts)
+    same, near = identity(trace.prompts, answers, margins, row.pipeline.target.dtype)
+    interval = metrics.bootstrap_interval(prompts, metrics.throughput, rng=np.random.default_rng(1))
+    return {
+        "name": row.name, "note": row.note, "strategy": row.pipeline.strategy,
+        "stages": [stage["name"] for stage in stages], "lookahead": [link.lookahead for link in row.pipeline.links],
+        "handshake": row.pipeline.handshake, "devices": [stage["device"] for stage in stages],
+        "threads": [stage["threads"] for stage in stages], "cores": row.num_cores, "origin": trace.origin,
+        "num_prompts": len(prompts), "num_tokens": sum(len(p.tokens) for p in prompts),
+        "measured_tokens_per_s": measured, "measured_interval": list(interval) if interval else None,
+        "predicted_tokens_per_s": prediction.tokens_per_s,
+        "error_percent": {key: percent(value, measured) for key, value in prediction.tokens_per_s.items()},
+        "timing_error_percent": percent(timing, measured),
+        "predicted_interval": list(prediction.interval) if prediction.interval else None,
+        "measured_mean_acceptance_length": metrics.mean_acceptance_length(trace),
+        "predicted_mean_acceptance_length": prediction.mean_acceptance_length,
+        "replayed_mean_acceptance_length": metrics.mean_acceptance_length(replayed),
+        "identical_prompts": same, "near_tie_prompts": near,
+        "noise_percent": noise_percent(trace), "ttft_s": float(np.mean([p.ttft_s for p in prompts])),
+        "stage_use": metrics.stage_use(trace), "step_times": step_times(trace, replayed),
+    }
+
+
+def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
+    """Per stage and kind of step: how many a repeat and how long, measured and replayed.  Shows where
+    an error comes from: wrong times, or wrong counts."""
+    repeats = 1 + max((p.repeat for p in measured.prompts), default=0)
+    out = []
+    for i, stage in enumerate(measured.pipeline["stages"]):
+        for kind in ("prefill", "draft", "decode", "verify"):
+            here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind]
+            there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
+            if here and there:
+                out.append({"stage": stage["name"], "kind": kind, "measured_count": len(here) / repeats,
+                            "replayed_count": len(there), "measured_s": float(np.median(here)),
+                            "replayed_s": float(np.median(there))})
+    return out
+
+
+def replay_set(pipeline: PipelineSpec, agreements: Sequence[Agreement], prompts: Sequence[PromptRecord],
+               ) -> list[Agreement]:
+    names = [stage.choice_key for stage in pipeline.stages]
+    by_name = {agreement.prompt: agreement for agreement in agreements}
+    return [by_name[prompt.name].select(names) for prompt in prompts]
+
+
+def percent(value: float | None, measured: float) -> float | None:
+    return None if value is None else 100.0 * (value - measured) / measured
+
+
+def noise_percent(trace: Trace) -> float | None:
+    """Difference of the throughput between the first two repeats: no model can be closer."""
+    rates = [metrics.tokens_per_s([p for p in trace.prompts if p.repeat == repeat]) for repeat in (0, 1)]
+    if rates[0] is None or rates[1] is None:
+        return None
+    return 100.0 * abs(rates[0] - rates[1]) / ((rates[0] + rates[1]) / 2)
+
+
+def identity(prompts: Sequence[PromptRecord], answers: Mapping[str, Sequence[int]],
+             margins: Mapping[str, Sequence[float]], dtype: str) -> tuple[int, int]:
+    """Prompts whose every repeat equals autoregressive decoding, and those that first differ where the
+    target's two best tokens were a near-tie."""
+    verdicts: dict[str, set[str]] = defaultdict(set)
+    for prompt in prompts:
+        answer = list(answers[prompt.name])
+        if prompt.tokens == answer:
+            verdicts[prompt.name].add("same")
+            continue
+        first = next((i for i, (a, b) in enumerate(zip(prompt.tokens, answer, strict=False)) if a != b),
+                     min(len(prompt.tokens), len(answer)))
+        known = margins.get(prompt.name, ())
+        tie = first < len(known) and known[first] <= NEAR_TIE_MARGIN[dtype]
+        verdicts[prompt.name].add("near tie" if tie else "different")
+    same = sum(found == {"same"} for found in verdicts.values())
+    near = sum("near tie" in found and "different" not in found for found in verdicts.values())
+    return same, near
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Speed-ups and the summary figures; fills ``speedup`` into the rows."""
+    real = [row for row in rows if row["origin"] == "measured"]
+    base = next((row for row in real if row["strategy"] == "autoregressive" and row["cores"] == 1), None)
+    for row in rows:
+        row["speedup"] = row["measured_tokens_per_s"] / base["measured_tokens_per_s"] if base and row in real else None
+        rivals = [other["measured_tokens_per_s"] for other in real
+                  if other["strategy"] != "pipelined" and other["cores"] <= row["cores"]]
+        row["speedup_same_devices"] = row["measured_tokens_per_s"] / max(rivals) if rivals and row in real else None
+    origins = sorted({row["origin"] for row in rows})
+    noise = [row["noise_percent"] for row in rows if row["origin"] == "measured" and row["noise_percent"] is not None]
+    inside = [row["predicted_interval"][0] <= row["measured_tokens_per_s"] <= row["predicted_interval"][1]
+              for row in real if row["predicted_interval"]]
+    return {
+        "mape_percent": {origin: {key: mean_abs(row["error_percent"][key] for row in rows if row["origin"] == origin)
+                                  for key in MODELS} for origin in origins},
+        "timing_mape_percent": {origin: mean_abs(row["timing_error_percent"] for row in rows
+                                                 if row["origin"] == origin) for origin in origins},
+        "timing_worst_percent": {origin: max(abs(row["timing_error_percent"]) for row in rows
+                                             if row["origin"] == origin) for origin in origins},
+        "noise_floor_percent": float(np.mean(noise)) if noise else None,
+        "interval_coverage": float(np.mean(inside)) if inside else None,
+    }
+
+
+def mean_abs(values: Any) -> float | None:
+    found = [abs(value) for value in values if value is not None]
+    return float(np.mean(found)) if found else None

@@ -1,0 +1,223 @@
+"""The main job: calibrate on one half of the prompts, predict, then measure on the other half.
+
+Predictions are on disk before the first evaluation step.  The output folder can be resumed: what is
+there is not measured again, and each finished prompt is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from execute.calibrate import calibrate, record_agreement
+from execute.fleet import Fleet, host, new_trace, versions
+from execute.prompts import Prompt
+from pipespec_model.agreement import Agreement
+from pipespec_model.errors import InputError
+from pipespec_model.profile import Profile, load_profile, save_profile
+from pipespec_model.spec import StageSpec
+from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
+
+from .compare import Prediction, compare, predict, summarise
+from .rows import Row, emulated_agreements, emulated_rows, emulated_scripts, emulated_stages
+
+Advance = Callable[[str, float], None]
+"""Progress: what begins now, and how much of the whole (in rough seconds) has just ended."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was held fixed; echoed into the report."""
+
+    model: str
+    dtype: str
+    max_new_tokens: int
+    repeats: int
+    emulated_prompts: int
+    emulated_tokens: int
+    calibration_prompts: list[str]
+    evaluation_prompts: list[str]
+    rows: list[dict[str, Any]]
+
+
+@dataclass
+class Group:
+    """Rows that share stage processes: the real ones, or the emulated ones."""
+
+    rows: list[Row]
+    stages: list[StageSpec]
+    calibration: list[Prompt]
+    evaluation: list[Prompt]
+    max_new_tokens: int
+    repeats: int
+    calibration_agreements: list[Agreement] | None = None
+    evaluation_agreements: list[Agreement] | None = None
+    traces: dict[str, Trace] = field(default_factory=dict)
+    predictions: dict[str, Prediction] = field(default_factory=dict)
+    profile: Profile | None = None
+    margins: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def emulated(self) -> bool:
+        return self.calibration_agreements is not None
+
+
+def emulated_group(num_prompts: int, num_tokens: int) -> Group:
+    def prompts(agreements: Sequence[Agreement]) -> list[Prompt]:
+        return [Prompt(a.prompt, "emulated", "emulated", tokens=tuple(range(1, a.prompt_length + 1)))
+                for a in agreements]
+
+    before = emulated_agreements(2, num_tokens, first=1000)
+    after = emulated_agreements(num_prompts, num_tokens, first=0)
+    return Group(emulated_rows(), emulated_stages(), prompts(before), prompts(after), num_tokens, 2, before, after)
+
+
+def distinct_stages(rows: Sequence[Row]) -> list[StageSpec]:
+    """One process a stage name, whatever its threads."""
+    found: dict[str, StageSpec] = {}
+    for row in rows:
+        for stage in row.pipeline.stages:
+            found.setdefault(stage.name, stage)
+    return list(found.values())
+
+
+def open_folder(out: Path, settings: Settings) -> None:
+    """Make or resume the output folder; refuses a folder that holds another run."""
+    try:
+        (out / "traces").mkdir(parents=True, exist_ok=True)
+        mark = out / "run.json"
+        text = json.dumps(asdict(settings), indent=1)
+        if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) != json.loads(text):
+            raise InputError(f"--out {out}", "must be empty or hold the same run", mend="give another folder")
+        mark.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
+    except ValueError:
+        raise InputError(f"{mark}", "must be JSON", mend="give another folder, or remove this one") from None
+
+
+def weight(group: Group) -> float:
+    """Rough seconds of a group, for the progress bar."""
+    per_token = 0.055
+    runs = len(group.rows) * len(group.evaluation) * group.repeats * group.max_new_tokens * per_token
+    return 10.0 * len(group.calibration) + runs + 10.0
+
+
+def run_group(group: Group, out: Path, advance: Advance) -> None:
+    """Calibrate, predict, write, measure.  Fills the group in."""
+    kind = "emulated" if group.emulated else "real"
+    scripts = emulated_scripts() if group.emulated else None
+    pipelines = [row.pipeline for row in group.rows]
+    profile_file, prediction_file = out / f"profile-{kind}.json", out / f"predictions-{kind}.json"
+    advance(f"starting {len(group.stages)} {kind} stage processes", 0.0)
+    with Fleet(group.stages, scripts=scripts) as fleet:
+        if not prediction_file.exists():
+            advance("calibrating", 10.0)
+            profile, traces = calibrate(
+                fleet, pipelines, group.calibration, max_new_tokens=group.max_new_tokens,
+                agreements=group.calibration_agreements, tick=lambda text: advance(text, 10.0))
+            save_profile(profile, profile_file)
+            for i, trace in enumerate(traces):
+                save_trace(trace, out / "traces" / f"calibration-{kind}-{i:03d}.jsonl")
+            predictions = {row.name: predict(row, profile, num_prompts=len(group.evaluation)) for row in group.rows}
+            _write(prediction_file, {name: said.to_dict() for name, said in predictions.items()})
+        group.profile = load_profile(profile_file)
+        said = json.loads(prediction_file.read_text(encoding="utf-8"))
+        group.predictions = {name: Prediction.from_dict(data) for name, data in said.items()}
+        _measure(group, fleet, out, advance)
+        if not group.emulated:
+            advance("recording each stage's own choices on evaluation prompts", 0.0)
+            _record(group, fleet)
+
+
+def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance) -> None:
+    """Every row on every prompt, interleaved, so that a shift of the machine's speed touches all."""
+    writers: dict[str, TraceWriter] = {}
+    agreements = {a.prompt: a for a in group.evaluation_agreements or []}
+    try:
+        for row in group.rows:
+            path = out / "traces" / f"{row.name}.jsonl"
+            group.traces[row.name] = _resume(path, fleet, row, group)
+            writers[row.name] = TraceWriter(path, group.traces[row.name])
+        for repeat in range(group.repeats):
+            for n, prompt in enumerate(group.evaluation):
+                for row in group.rows:
+                    trace, number = group.traces[row.name], repeat * len(group.evaluation) + n
+                    if not any(done.prompt == number for done in trace.prompts):
+                        made = fleet.run_prompt(row.pipeline, prompt, max_new_tokens=group.max_new_tokens,
+                                                number=number, repeat=repeat, agreement=agreements.get(prompt.name))
+                        writers[row.name].append(*made)
+                        trace.add(*made)
+                    advance(f"measuring {row.pipeline.strategy} {row.pipeline.label}, repeat {repeat + 1}",
+                            group.max_new_tokens * 0.055)
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def _resume(path: Path, fleet: Fleet, row: Row, group: Group) -> Trace:
+    if path.exists() and path.stat().st_size:
+        trace, torn = load_trace(path)
+        if torn:
+            save_trace(trace, path)
+        return trace
+    return new_trace(fleet.configure(row.pipeline), emulated=group.emulated,
+                     options={"max_new_tokens": group.max_new_tokens, "repeats": group.repeats})
+
+
+def _record(group: Group, fleet: Fleet) -> None:
+    baseline = group.traces[group.rows[0].name]
+    answers = {p.name: p.tokens for p in baseline.prompts if p.repeat == 0}
+    group.evaluation_agreements = record_agreement(
+        fleet, [row.pipeline for row in group.rows], group.evaluation,
+        [answers[p.name] for p in group.evaluation], max_new_tokens=group.max_new_tokens)
+    differ = {p.name for trace in group.traces.values() for p in trace.prompts if p.tokens != answers[p.name]}
+    target = group.rows[0].pipeline.target.name
+    for prompt in group.evaluation:
+        if prompt.name in differ:
+            group.margins[prompt.name] = fleet.teacher_force(target, prompt.tokens, answers[prompt.name])[1]
+
+
+def finish(groups: Sequence[Group], settings: Settings, seconds: float) -> dict[str, Any]:
+    """The report's data, as ``--json`` prints it."""
+    rows = []
+    for group in groups:
+        assert group.profile is not None
+        agreements = group.evaluation_agreements or []
+        if group.emulated:
+            answers = {a.prompt: a.tokens[-1].tolist() for a in agreements}
+        else:
+            first = group.traces[group.rows[0].name]
+            answers = {p.name: p.tokens for p in first.prompts if p.repeat == 0}
+        rows += [
+            compare(row, group.predictions[row.name], group.traces[row.name], profile=group.profile,
+                    agreements=agreements, answers=answers, margins=group.margins)
+            for row in group.rows
+        ]
+    return {
+        "model": settings.model, "dtype": settings.dtype, "calibration_prompts": settings.calibration_prompts,
+        "evaluation_prompts": settings.evaluation_prompts, "max_new_tokens": settings.max_new_tokens,
+        "repeats": settings.repeats, "host": host(), "versions": versions(), "seconds": round(seconds, 1),
+        "rows": rows, **summarise(rows),
+    }
+
+
+def _write(path: Path, data: Any) -> None:
+    """Whole or not at all."""
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
+    scratch.replace(path)
+
+
+def free_space(out: Path, needed: int = 50_000_000) -> None:
+    """Refuse a full disk before anything is measured."""
+    free = shutil.disk_usage(out).free
+    if free < needed:
+        raise InputError(f"--out {out}", f"must have {needed // 1_000_000} MB free", f"{free // 1_000_000} MB")
+
+
