@@ -24,7 +24,7 @@ from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.protocol import Stage, Step
 from pipespec_model.spec import PipelineSpec, StageSpec
-from pipespec_model.trace import StepRecord
+from pipespec_model.trace import NO_PROMPT, StepRecord
 
 from .lookup import PromptLookup
 from .scripted import Script, ScriptedRunner
@@ -250,6 +250,7 @@ def prime(runner: Any, prompt: list[int], text: list[int]) -> None:
     runner.begin(prompt)
     if prompt and _uses_torch(runner):
         runner.run([], Step("prefill", 0, 0, len(prompt), (), 1, 0, False))
+    if prompt:
         measure(runner, prompt, 1, text)
 
 
@@ -270,7 +271,7 @@ def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list
     runner.run(sequence, step)
     end = time.perf_counter()
     return [
-        StepRecord(prompt=-1, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
+        StepRecord(prompt=NO_PROMPT, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
                    context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0)
         for kind, begun, ended in (("rollback", start, middle), ("measure" if prompt else "prefill", middle, end))
     ]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from .agreement import NO_PROPOSAL, Agreement
-from .latency import Table, fit_table
+from .latency import Table, fit_table, undisturbed
 from .profile import Contention, Costs, Profile, StageLatency
 from .acceptance import AcceptanceModel, Markov
 from .errors import InputError
@@ -85,9 +85,9 @@ def _merged(prefills: list[StepRecord]) -> list[StepRecord]:
 
 
 def _rates(traces: list[Trace], latency: dict[str, StageLatency]) -> tuple[Contention, ...]:
-    """Per set of stages: the typical ratio of a step's time alone to its time there.
+    """Per set of stages: how fast a step goes there, as a share of how fast it goes alone.
 
-    Stages can only slow each other, so a ratio above 1 is noise and counts as 1.
+    Stages can only slow each other, so a share above 1 is noise and counts as 1.
     """
     ratios: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
@@ -96,15 +96,15 @@ def _rates(traces: list[Trace], latency: dict[str, StageLatency]) -> tuple[Conte
         for step in trace.steps:
             key = group[step.stage]
             if step.kind in STEP_KINDS and key in latency and not stages[step.stage].block:
-                ratios[group][key].append(latency[key].step.mean_s(step.width, step.context) / step.duration_s)
+                ratios[group][key].append(step.duration_s / latency[key].step.mean_s(step.width, step.context))
     return tuple(
-        Contention({key: min(float(np.median(found)), 1.0) for key, found in members.items()})
+        Contention({key: min(1.0 / undisturbed(found), 1.0) for key, found in members.items()})
         for members in ratios.values() if members
     )
 
 
 def _speed(traces: list[Trace]) -> dict[str, Any]:
-    """The mean speed probe, and how much its mean differed between rounds."""
+    """The mean speed probe, and the standard error of that mean over rounds."""
     rounds: dict[int, list[float]] = defaultdict(list)
     for trace in traces:
         if trace.options.get("probe_s"):
@@ -113,7 +113,7 @@ def _speed(traces: list[Trace]) -> dict[str, Any]:
         return {}
     means = np.array([np.mean(found) for found in rounds.values()])
     return {"probe_s": float(np.mean([x for found in rounds.values() for x in found])),
-            "timing_spread": float(np.std(np.log(means), ddof=1)) if len(means) > 1 else 0.0}
+            "timing_spread": float(np.std(np.log(means), ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0}
 
 
 def _costs(traces: list[Trace], rollback_s: dict[str, float]) -> dict[str, Costs]:

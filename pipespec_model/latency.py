@@ -197,17 +197,27 @@ def latency_from_dict(data: dict[str, Any]) -> LatencyModel:
         raise InputError(f"latency ({kind})", str(error).split(") ", 1)[-1]) from None
 
 
-# A step slower than this times the typical one was interrupted by something else on the machine; the
-# sampler's spread stops here.  Interruptions are the machine's, not the model's.
-INTERRUPTED = 1.25
+# A step slower than this times the lower quartile was disturbed by something else on the machine.
+DISTURBED = 1.12
+
+
+def undisturbed(values: Sequence[float] | NDArray[Any]) -> float:
+    """Mean of the values that are not much above the lower quartile.
+
+    On a shared machine a neighbour can slow a core by 1.4x for seconds at a time, so the samples of
+    one quantity fall into two heaps.  A mean would measure the neighbour, and a median flips between
+    the heaps; this is the mean of the fast heap, as long as that holds a quarter of the samples.
+
+    >>> undisturbed([10.0, 10.2, 10.1, 14.0, 15.0, 9.9])
+    10.05
+    """
+    found = np.asarray(values, dtype=float)
+    return float(found[found <= DISTURBED * np.quantile(found, 0.25)].mean())
 
 
 def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[float], *,
               num_quantiles: int = 33) -> Table:
-    """A table of typical step times: the median a width, and one common slope in context.
-
-    Medians, because on a shared machine a few seconds of interruption would shift a mean of a dozen
-    steps by tens of percent.
+    """A table of undisturbed step times: one value a width, and one common slope in context.
 
     Parameters
     ----------
@@ -215,7 +225,7 @@ def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[
 
     Returns
     -------
-    Table whose sampler has the spread of the uninterrupted steps and, as its mean, the table's value.
+    Table whose sampler has the spread of the undisturbed steps and, as its mean, the table's value.
     """
     w = np.asarray(widths)
     c = np.asarray(contexts, dtype=float)
@@ -224,11 +234,11 @@ def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[
     slope = max(0.0, _theil_sen(w, c, t))
     at = float(c.mean())
     # Noise must not turn into a step that costs nothing at an empty cache.
-    slope = min(slope, 0.5 * min(float(np.median(t[w == x])) for x in levels) / at) if at > 0 else 0.0
-    typical = tuple(float(np.median(t[w == x] - slope * (c[w == x] - at))) for x in levels)
-    table = Table(tuple(int(x) for x in levels), typical, slope, round(at))
+    slope = min(slope, 0.25 * min(float(np.quantile(t[w == x], 0.25)) for x in levels) / at) if at > 0 else 0.0
+    values = tuple(undisturbed(t[w == x] - slope * (c[w == x] - at)) for x in levels)
+    table = Table(tuple(int(x) for x in levels), values, slope, round(at))
     ratios = np.array([s / table.mean_s(int(x), int(y)) for x, y, s in zip(w, c, t, strict=True)])
-    quantiles = np.quantile(np.minimum(ratios, INTERRUPTED), np.linspace(0, 1, num_quantiles))
+    quantiles = np.quantile(ratios[ratios <= max(DISTURBED, ratios.min())], np.linspace(0, 1, num_quantiles))
     area = float(np.trapezoid(quantiles, dx=1 / (num_quantiles - 1)))
     return Table(table.widths, table.seconds, slope, table.at_context, tuple((quantiles / area).tolist()))
 

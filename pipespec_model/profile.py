@@ -88,7 +88,7 @@ class Profile:
         rows here, they are used instead of ``acceptance``
     turns : like contention, but of stages that work in turn: each evicts the others' weights from
         the caches
-    timing_spread : relative standard deviation of the machine's speed during calibration
+    timing_spread : relative standard error of the machine's mean speed during calibration
     probe_s : mean seconds of the executor's speed probe during calibration
     origin : ``assumed`` or ``fitted``; ``source`` says from what
     """

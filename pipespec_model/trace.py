@@ -17,6 +17,7 @@ from .errors import InputError
 
 TRACE_VERSION = 1
 Origin = Literal["measured", "simulated", "emulated", "imported"]
+NO_PROMPT = -1  # of steps that were timed outside a generation
 ORIGINS = ("measured", "simulated", "emulated", "imported")
 
 
@@ -111,6 +112,10 @@ class TraceWriter:
         if fresh:
             self._write([trace.header()])
 
+    def append_steps(self, steps: Iterable[StepRecord]) -> None:
+        """Steps that belong to no prompt: timings of a calibration."""
+        self._write({"type": "step", **asdict(step)} for step in steps)
+
     def append(self, prompt: PromptRecord, steps: Iterable[StepRecord]) -> None:
         records: list[dict[str, Any]] = [{"type": "step", **asdict(step)} for step in steps]
         records.append({"type": "prompt_end", **asdict(prompt)})
@@ -131,11 +136,13 @@ class TraceWriter:
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
+    """Write a whole trace, replacing the file."""
     Path(path).unlink(missing_ok=True)
     by_prompt: dict[int, list[StepRecord]] = {}
     for step in trace.steps:
         by_prompt.setdefault(step.prompt, []).append(step)
     with TraceWriter(path, trace) as writer:
+        writer.append_steps(by_prompt.get(NO_PROMPT, []))
         for prompt in trace.prompts:
             writer.append(prompt, by_prompt.get(prompt.prompt, []))
 
@@ -165,7 +172,8 @@ def load_trace(path: str | Path) -> tuple[Trace, str | None]:
         if trace is None:
             trace = _header(path, kind, record)
         elif kind == "step":
-            pending.append(_record(StepRecord, record, path, number))
+            step = _record(StepRecord, record, path, number)
+            (trace.steps if step.prompt == NO_PROMPT else pending).append(step)
         elif kind == "prompt_end":
             prompt = _record(PromptRecord, record, path, number)
             trace.add(prompt, [step for step in pending if step.prompt == prompt.prompt])

@@ -12,6 +12,7 @@ import numpy as np
 from pipespec_model import closed_form, metrics
 from pipespec_model.acceptance import Markov
 from pipespec_model.agreement import Agreement
+from pipespec_model.latency import undisturbed
 from pipespec_model.profile import Profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, Trace
@@ -70,20 +71,17 @@ def closed_form_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float 
     return closed_form.synchronous_tokens_per_s(alpha, window, ratio, target.mean_s(1, context))
 
 
-def typical(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """One record a prompt: the repeat of median duration, so that a moment's interruption of the
-    machine does not decide.  An even number of repeats gives the mean of the middle two's time."""
-    by_name: dict[str, list[PromptRecord]] = defaultdict(list)
+def best_of_repeats(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """One record a prompt: its fastest repeat.
+
+    A neighbour on a shared machine only ever adds time, so the fastest of interleaved repeats is the
+    nearest to the machine's own speed.  The same rule for every row, the baselines included.
+    """
+    best: dict[str, PromptRecord] = {}
     for prompt in prompts:
-        by_name[prompt.name].append(prompt)
-    out = []
-    for found in by_name.values():
-        middle = sorted(found, key=lambda p: p.total_s)[(len(found) - 1) // 2]
-        total = float(np.median([p.total_s for p in found]))
-        scale = total / middle.total_s if middle.total_s else 1.0
-        out.append(PromptRecord(**{**{f: getattr(middle, f) for f in PromptRecord.__dataclass_fields__},
-                                   "total_s": total, "ttft_s": middle.ttft_s * scale}))
-    return out
+        if prompt.name not in best or prompt.total_s < best[prompt.name].total_s:
+            best[prompt.name] = prompt
+    return list(best.values())
 
 
 def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile, agreements: Sequence[Agreement],
@@ -93,7 +91,7 @@ def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile,
     agreements : of the evaluation prompts, to replay
     answers : autoregressive tokens by prompt; margins : the target's top-2 margins along them
     """
-    prompts = typical(trace.prompts)
+    prompts = best_of_repeats(trace.prompts)
     measured = metrics.tokens_per_s(prompts)
     assert measured is not None
     stages = trace.pipeline["stages"]
@@ -132,8 +130,7 @@ def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
             there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
             if here and there:
                 out.append({"stage": stage["name"], "kind": kind, "measured_count": len(here) / repeats,
-                            "replayed_count": len(there), "measured_s": float(np.median(here)),
-                            "replayed_s": float(np.median(there))})
+                            "replayed_count": len(there), "measured_s": undisturbed(here), "replayed_s": float(np.mean(there))})
     return out
 
 
