@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -24,7 +24,7 @@ from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
 from . import worker
 from .prompts import Prompt
-from .scripted import Script
+from .scripted import Script, Wrong
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
@@ -97,10 +97,10 @@ class Fleet:
     vocabulary : logits beyond this are padding
     """
 
-    def __init__(self, stages: Iterable[StageSpec], *, scripts: dict[str, Script] | None = None,
+    def __init__(self, stages: Iterable[StageSpec], *, scripts: Mapping[str, Script | Wrong] | None = None,
                  vocabulary: int | None = None) -> None:
         self.stages = {stage.name: stage for stage in stages}
-        self.scripts = scripts or {}
+        self.scripts = dict(scripts or {})
         self.vocabulary = vocabulary
         self.processes: dict[str, BaseProcess] = {}
         self.connections: dict[str, Connection] = {}
@@ -220,7 +220,7 @@ class Fleet:
             raise InputError("handshake", "must be 'overlapped' in this version", pipeline.handshake)
         if self._configured is not None and self._asked == pipeline:
             return self._configured
-        scripted = all(stage.name in self.scripts for stage in pipeline.stages)
+        scripted = all(isinstance(self.scripts.get(stage.name), Script) for stage in pipeline.stages)
         cores = assign_cores(pipeline, scripted=scripted)
         for i, stage in enumerate(pipeline.stages):
             if stage.name not in self.connections:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipespec_model.agreement import Agreement, Replay
 from pipespec_model.latency import LatencyModel
@@ -29,6 +30,12 @@ class Script:
     seed: int = 0
     neighbour_rate: float = 0.9
     fail_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Makes a real drafter always wrong: it computes as usual and then names the next token id.
+    For measuring the worst case."""
 
 
 class ScriptedRunner:
@@ -59,6 +66,26 @@ class ScriptedRunner:
         self._steps += 1
         hold_until(start + self.script.latency.sample_s(width, step.cached, draw))
         return tokens
+
+
+class WrongRunner:
+    """A real runner whose every choice is off by one id."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.context_limit = runner.context_limit
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._runner.begin(prompt)
+
+    def run(self, sequence: Sequence[int], step: Step) -> list[int]:
+        return [token + 1 if token else 1 for token in self._runner.run(sequence, step)]
+
+    def forget(self, length: int) -> None:
+        self._runner.forget(length)
+
+    def sweep_s(self) -> float:
+        return float(self._runner.sweep_s())
 
 
 def hold_until(deadline: float) -> None:

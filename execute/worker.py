@@ -27,7 +27,7 @@ from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import NO_PROMPT, StepRecord
 
 from .lookup import PromptLookup
-from .scripted import Script, ScriptedRunner
+from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
 
 
 class Runner(Protocol):
@@ -293,17 +293,18 @@ def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> in
     return int(torch.get_num_threads())
 
 
-def make_runner(stage: StageSpec, script: Script | None, vocabulary: int | None) -> Any:
-    if script is not None:
+def make_runner(stage: StageSpec, script: Script | Wrong | None, vocabulary: int | None) -> Any:
+    if isinstance(script, Script):
         return ScriptedRunner(script)
     if stage.block:
         return PromptLookup(stage.max_ngram)
     from .torch_runner import TorchRunner
 
-    return TorchRunner(stage, vocabulary)
+    runner = TorchRunner(stage, vocabulary)
+    return WrongRunner(runner) if script else runner
 
 
-def main(stage: StageSpec, script: Script | None, vocabulary: int | None, parent: Connection,
+def main(stage: StageSpec, script: Script | Wrong | None, vocabulary: int | None, parent: Connection,
          peers: dict[str, Connection]) -> None:
     """Entry point of the process."""
     import signal

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import click
 import typer
 
 from .errors import InputError, StageError
+
+# Newer typer carries its own copy of click, older ones import it: take the class from typer.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 def run(app: typer.Typer, name: str, args: list[str] | None = None) -> NoReturn:
@@ -22,11 +24,9 @@ def run(app: typer.Typer, name: str, args: list[str] | None = None) -> NoReturn:
         code = app(args=args, prog_name=name, standalone_mode=False)
     except (InputError, StageError) as error:
         fail(name, str(error))
-    except click.exceptions.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         interrupted(name)
-    except KeyboardInterrupt:
-        interrupted(name)
-    except click.ClickException as error:
+    except USAGE_ERROR as error:
         fail(name, error.format_message())
     except OSError as error:
         # A disk that fills up while results are written; what was finished is on it.

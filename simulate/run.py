@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from pipespec_model import metrics
 from pipespec_model.agreement import Agreement, synthetic
@@ -61,11 +62,14 @@ def agreements_for(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int
     return [synthetic(names, models, num_tokens=num_tokens, seed=seed, prompt=i) for i in range(num_prompts)]
 
 
-def forecast(trace: Trace, profile: Profile, *, num_prompts: int, rng: np.random.Generator) -> Forecast:
+def forecast(trace: Trace, profile: Profile, *, num_prompts: int) -> Forecast:
     """What ``num_prompts`` new prompts of the same kind would measure.
 
-    The interval has three sources: the calibration prompts are a sample, the new prompts are another
-    one, and the machine's speed drifts (the profile's timing spread).
+    The interval has three sources: the calibration prompts are a sample of n, the new prompts are
+    another one of m, and the machine's speed drifts (the profile's timing spread, twice: calibration
+    and evaluation).  On the logarithm of the ratio of totals, with the variance s² of a prompt's
+    influence on it (delta method), the standard error is sqrt(s² (1/n + 1/m) + 2 spread²), and with
+    few prompts Student's t with n - 1 degrees of freedom is what keeps the stated level.
     """
     value = metrics.tokens_per_s(trace.prompts)
     if value is None:
@@ -75,14 +79,8 @@ def forecast(trace: Trace, profile: Profile, *, num_prompts: int, rng: np.random
     n = len(tokens)
     interval = None
     if n > 1:
-        draws = 4000
-        sample = rng.integers(0, n, size=(draws, n))
-        # New prompts are drawn from a resampled calibration set, so both samples' luck is in.
-        new = np.take_along_axis(sample, rng.integers(0, n, size=(draws, num_prompts)), axis=1)
-        rates = tokens[new].sum(1) / seconds[new].sum(1)
-        # A sample of n spreads sqrt((n-1)/n) too little; twice the drift: calibration and evaluation.
-        rates = value * (rates / value) ** np.sqrt(n / (n - 1))
-        rates *= np.exp(rng.normal(0.0, profile.timing_spread * np.sqrt(2), size=draws))
-        low, high = np.quantile(rates, [0.05, 0.95])
-        interval = (float(low), float(high))
+        influence = tokens / tokens.mean() - seconds / seconds.mean()
+        variance = float(influence.var(ddof=1)) * (1 / n + 1 / num_prompts) + 2 * profile.timing_spread**2
+        half = float(stats.t.ppf(0.95, n - 1) * np.sqrt(variance))
+        interval = (value * np.exp(-half), value * np.exp(half))
     return Forecast(value, interval, metrics.mean_acceptance_length(trace), num_prompts)

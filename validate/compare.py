@@ -47,7 +47,7 @@ class Prediction:
 def predict(row: Row, profile: Profile, *, num_prompts: int) -> Prediction:
     """Predict a row from the calibration prompts alone."""
     trace = simulate(row.pipeline, profile, recorded(profile, row.pipeline))
-    said = forecast(trace, profile, num_prompts=num_prompts, rng=np.random.default_rng(0))
+    said = forecast(trace, profile, num_prompts=num_prompts)
     return Prediction({"closed_form": closed_form_tokens_per_s(row.pipeline, profile), "renewal": None,
                        "simulation": said.tokens_per_s}, said.interval, said.mean_acceptance_length)
 

@@ -1,0 +1,147 @@
+"""``pipespec execute``: generate text with a pipeline; calibrate one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipespec_model import metrics
+from pipespec_model.cli import print_json, progress_bar, run
+from pipespec_model.errors import InputError
+from pipespec_model.profile import save_profile
+from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
+from pipespec_model.trace import TraceWriter, save_trace
+
+from .calibrate import calibrate
+from .fleet import Fleet, assign_cores, new_trace
+from .loading import load_tokenizer
+from .prompts import Prompt, built_in, encode, load_prompts
+from .vocabulary import common_vocabulary
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+PipelineFile = Annotated[Path, typer.Argument(help="pipeline YAML, or a models.json list")]
+PromptFile = Annotated[Path | None, typer.Option(help="text lines, or JSON Lines of Spec-Bench, HumanEval, GSM8K")]
+
+
+@app.command("run")
+def run_command(
+    pipeline: PipelineFile,
+    prompt: Annotated[str | None, typer.Option(help="one prompt")] = None,
+    prompts: PromptFile = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0)] = 64,
+    out: Annotated[Path | None, typer.Option(help="folder for the trace and the resolved pipeline")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the text")] = False,
+) -> None:
+    """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
+    spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
+    with Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
+        resolved = fleet.configure(spec)
+        trace = new_trace(resolved, options={"max_new_tokens": max_new_tokens})
+        writer = _open(out, resolved, trace)
+        for number, item in enumerate(chosen):
+            show = None if json_ else Live(tokenizer)
+            record, steps = fleet.run_prompt(spec, item, max_new_tokens=max_new_tokens, number=number, on_text=show)
+            if show is not None:
+                show.end()
+            trace.add(record, steps)
+            if writer is not None:
+                writer.append(record, steps)
+        if writer is not None:
+            writer.close()
+    speed = metrics.tokens_per_s(trace.prompts)
+    length = metrics.mean_acceptance_length(trace)
+    if json_:
+        texts = [{"prompt": p.name, "text": tokenizer.decode(p.tokens, skip_special_tokens=True),
+                  "tokens": p.tokens, "total_s": p.total_s, "ttft_s": p.ttft_s} for p in trace.prompts]
+        print_json({"pipeline": resolved.to_dict(), "tokens_per_s": speed, "mean_acceptance_length": length,
+                    "prompts": texts})
+    elif speed is not None and length is not None:
+        print(f"{speed:.1f} tokens per second, {length:.2f} tokens a target step", file=sys.stderr)
+    links = range(len(spec.links))
+    if any(metrics.link_figures(trace, i).drafted == 0 for i in links) and max_new_tokens > 2:
+        print("warning: a drafter proposed nothing; the run was plain decoding", file=sys.stderr)
+
+
+class Live:
+    """Prints text as tokens arrive; holds back a piece that is not yet whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def __call__(self, tokens: list[int]) -> None:
+        self._tokens += tokens
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if not text.endswith("�"):
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
+
+    def end(self) -> None:
+        print()
+
+
+@app.command("calibrate")
+def calibrate_command(
+    pipeline: PipelineFile,
+    prompts: PromptFile = None,
+    max_new_tokens: Annotated[int, typer.Option(min=4)] = 32,
+    out: Annotated[Path, typer.Option(help="output folder")] = Path("pipespec-profile"),
+    json_: Annotated[bool, typer.Option("--json", help="print the profile as JSON")] = False,
+) -> None:
+    """Measure step times, contention, costs and agreement of a pipeline; write profile.json."""
+    spec, chosen, _ = _prepare(pipeline, load_prompts(prompts) if prompts else built_in("calibration")[::2])
+    _folder(out)
+    alone = PipelineSpec(strategy="autoregressive", stages=(spec.target,))
+    wanted = [alone] if spec == alone else [alone, spec]
+    bar, advance = progress_bar(8.0 * (len(chosen) + 1))
+    with bar, Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
+        profile, traces = calibrate(fleet, wanted, chosen, max_new_tokens=max_new_tokens,
+                                    tick=lambda text: advance(text, 8.0))
+    save_profile(profile, out / "profile.json")
+    for number, trace in enumerate(traces):
+        save_trace(trace, out / f"calibration-{number:03d}.jsonl")
+    if json_:
+        print_json(profile.to_dict())
+    else:
+        print(out / "profile.json")
+
+
+def _prepare(path: Path, prompts: list[Prompt]) -> tuple[PipelineSpec, list[Prompt], Any]:
+    spec = load_pipeline(path)
+    assign_cores(spec, scripted=False)
+    tokenizer = load_tokenizer(spec.target.model)
+    return spec, encode(prompts, tokenizer), tokenizer
+
+
+def _chosen(prompt: str | None, prompts: Path | None) -> list[Prompt]:
+    if (prompt is None) == (prompts is None):
+        raise InputError("--prompt or --prompts", "must be given, one of the two")
+    return load_prompts(prompts) if prompts else [Prompt("prompt", prompt or "")]
+
+
+def _folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
+
+
+def _open(out: Path | None, spec: PipelineSpec, trace: Any) -> TraceWriter | None:
+    if out is None:
+        return None
+    _folder(out)
+    dump_pipeline(spec, out / "pipeline.yaml")
+    (out / "trace.jsonl").unlink(missing_ok=True)
+    return TraceWriter(out / "trace.jsonl", trace)
+
+
+def main(args: list[str] | None = None) -> None:
+    run(app, "pipespec execute", args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""``pipespec simulate``: one pipeline's throughput with intervals; a timeline to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from scipy import stats
+
+from pipespec_model import metrics
+from pipespec_model.cli import print_json, run
+from pipespec_model.errors import InputError
+from pipespec_model.profile import Profile, load_profile
+from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
+from pipespec_model.trace import Trace, load_trace, save_trace
+
+from .run import agreements_for, simulate
+from .timeline import save_chrome_trace, save_timeline
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+ProfileFile = Annotated[Path, typer.Option(help="profile.json of a calibration, or one written by hand")]
+
+
+@app.command("run")
+def run_command(
+    pipeline: Annotated[Path, typer.Argument(help="pipeline YAML")],
+    profile: ProfileFile,
+    num_prompts: Annotated[int, typer.Option(min=1, help="synthetic prompts a replication")] = 16,
+    num_tokens: Annotated[int, typer.Option(min=1, help="tokens a synthetic prompt")] = 256,
+    replications: Annotated[int, typer.Option(min=1)] = 5,
+    seed: Annotated[int, typer.Option()] = 0,
+    out: Annotated[Path | None, typer.Option(help="folder for trace, profile source and resolved pipeline")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Throughput, speed-up, acceptance and use of each stage, with 90% intervals over replications."""
+    spec, known = load_pipeline(pipeline), load_profile(profile)
+    traces = [_once(spec, known, num_prompts, num_tokens, seed + i) for i in range(replications)]
+    alone = PipelineSpec(strategy="autoregressive", stages=(spec.target,))
+    plain = [_once(alone, known, num_prompts, num_tokens, seed + i) for i in range(replications)]
+    result = figures(spec, traces, plain)
+    if out is not None:
+        _folder(out)
+        dump_pipeline(spec, out / "pipeline.yaml")
+        save_trace(traces[0], out / "trace.jsonl")
+    if json_:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _once(spec: PipelineSpec, profile: Profile, num_prompts: int, num_tokens: int, seed: int) -> Trace:
+    agreements = agreements_for(spec, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
+    return simulate(spec, profile, agreements, seed=seed)
+
+
+def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict[str, Any]:
+    """Each figure as value and 90% interval over replications."""
+    speeds = [metrics.tokens_per_s(trace.prompts) or 0.0 for trace in traces]
+    baseline = [metrics.tokens_per_s(trace.prompts) or 0.0 for trace in plain]
+    uses = [metrics.stage_use(trace) for trace in traces]
+    links = []
+    for i, (a, b) in enumerate(zip(spec.stages, spec.stages[1:], strict=False)):
+        total = [metrics.link_figures(trace, i) for trace in traces]
+        links.append({
+            "link": f"{a.name}>{b.name}",
+            "acceptance_rate": _mean([metrics.acceptance_rate(x) for x in total]),
+            "accepted_fraction": _mean([metrics.accepted_fraction(x) for x in total]),
+            "wasted": _mean([metrics.ratio(x.wasted, x.drafted) for x in total])})
+    return {
+        "pipeline": spec.label, "strategy": spec.strategy, "replications": len(traces),
+        "tokens_per_s": _mean(speeds),
+        "speedup": _mean([a / b if b else None for a, b in zip(speeds, baseline, strict=True)]),
+        "mean_acceptance_length": _mean([metrics.mean_acceptance_length(trace) for trace in traces]),
+        "ttft_s": _mean([float(np.mean([p.ttft_s for p in trace.prompts])) for trace in traces]),
+        "stages": [{"name": stage.name, **{key: _mean([use[i][key] for use in uses]) for key in uses[0][i]}}
+                   for i, stage in enumerate(spec.stages)],
+        "links": links,
+    }
+
+
+def _mean(values: list[float | None]) -> dict[str, Any]:
+    found = np.array([value for value in values if value is not None], dtype=float)
+    if not len(found):
+        return {"value": None, "interval": None}
+    interval = None
+    if len(found) > 1:
+        half = float(stats.t.ppf(0.95, len(found) - 1) * found.std(ddof=1) / np.sqrt(len(found)))
+        interval = [float(found.mean()) - half, float(found.mean()) + half]
+    return {"value": float(found.mean()), "interval": interval}
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def text(figure: dict[str, Any], scale: float = 1.0, digits: int = 2) -> str:
+        if figure["value"] is None:
+            return "–"
+        half = 0.0 if figure["interval"] is None else (figure["interval"][1] - figure["interval"][0]) / 2
+        return f"{figure['value'] * scale:.{digits}f} ± {half * scale:.{digits}f}"
+
+    console = Console()
+    table = Table(title=f"{result['strategy']} {result['pipeline']}, {result['replications']} replications, "
+                        "90% intervals")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_row("tokens per second", text(result["tokens_per_s"], digits=1))
+    table.add_row("speed-up over autoregressive", text(result["speedup"]))
+    table.add_row("tokens a target step", text(result["mean_acceptance_length"]))
+    table.add_row("time to first token, ms", text(result["ttft_s"], 1e3, 1))
+    for link in result["links"]:
+        table.add_row(f"acceptance rate {link['link']}", text(link["acceptance_rate"]))
+    for stage in result["stages"]:
+        for key in ("busy", "waiting", "wasted"):
+            table.add_row(f"{stage['name']} {key}, %", text(stage[key], 100.0, 1))
+    console.print(table)
+
+
+@app.command("trace")
+def trace_command(
+    pipeline: Annotated[Path | None, typer.Argument(help="pipeline YAML, to simulate")] = None,
+    profile: Annotated[Path | None, typer.Option(help="profile for the simulation")] = None,
+    trace: Annotated[Path | None, typer.Option(help="a measured (or any) trace instead")] = None,
+    prompt: Annotated[int, typer.Option(min=0, help="which prompt to draw")] = 0,
+    num_tokens: Annotated[int, typer.Option(min=1, help="draw until the target has so many")] = 16,
+    out: Annotated[Path, typer.Option(help="output folder")] = Path("pipespec-trace"),
+) -> None:
+    """Draw a timeline (PNG, SVG) and write Chrome-trace JSON, which opens in Perfetto."""
+    if (trace is None) == (pipeline is None) or (pipeline is not None and profile is None):
+        raise InputError("trace", "must be given as PIPELINE with --profile, or as --trace FILE")
+    if trace is not None:
+        shown, warning = load_trace(trace)
+        if warning:
+            typer.echo(f"warning: {warning}", err=True)
+    else:
+        assert pipeline is not None
+        assert profile is not None
+        shown = _once(load_pipeline(pipeline), load_profile(profile), 4, 128, 0)
+    _folder(out)
+    for name in ("timeline.png", "timeline.svg"):
+        save_timeline([shown], out / name, prompt=prompt, num_tokens=num_tokens)
+    save_chrome_trace(shown, out / "trace.chrome.json")
+    save_trace(shown, out / "trace.jsonl")
+    print(out / "timeline.png")
+
+
+def _folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
+
+
+def main(args: list[str] | None = None) -> None:
+    run(app, "pipespec simulate", args)
+
+
+if __name__ == "__main__":
+    main()
