@@ -60,7 +60,8 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     rows = {tuple(stage.time_key for stage in p.stages) for p in pipelines if p.strategy != "pipelined"}
     for number, prompt in enumerate(prompts):
         tick(f"calibration round {number + 1} of {len(prompts)}")
-        made = [_time_alone(fleet, stage, text, CONTEXTS[number % len(CONTEXTS)]) for stage in distinct_stages(pipelines)]
+        context = CONTEXTS[number % len(CONTEXTS)]
+        made = [_time_alone(fleet, stage, text, context) for stage in distinct_stages(pipelines)]
         made += [_time_together(fleet, group, text) for group in computing_sets(pipelines)]
         scripted = agreements[number] if agreements else None
         made.append(_run(fleet, baseline, prompt, max_new_tokens, scripted))

@@ -234,7 +234,8 @@ class Fleet:
         self._configured = pipeline.model_copy(update={"stages": tuple(stages)})
         return self._configured
 
-    def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0, repeat: int = 0,
+    def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
+                   repeat: int = 0,
                    agreement: Agreement | None = None, on_text: Callable[[list[int]], None] | None = None,
                    ) -> tuple[PromptRecord, list[StepRecord]]:
         """Generate for one prompt; blocks until every stage has accounted for its drafts.

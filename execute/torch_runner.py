@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-
 from pipespec_model.errors import InputError
 from pipespec_model.protocol import Step
 from pipespec_model.spec import StageSpec
 
-from .loading import int8_copy, load_model
+from .decoders import decoders
+from .loading import load_model
 
 
 def crop_to(cache: Any, length: int) -> None:
@@ -40,22 +39,22 @@ class TorchRunner:
     """
 
     def __init__(self, stage: StageSpec, vocabulary: int | None = None) -> None:
-        self.device = stage.device
-        self.prefill_model = load_model(stage)
-        self.context_limit = getattr(self.prefill_model.config, "max_position_embeddings", None)
-        if stage.quantize == "int8":
-            self.model = int8_copy(self.prefill_model)
-        elif stage.quantize:
+        if stage.quantize not in (None, "int8"):
             raise InputError(f"stages[{stage.name}].quantize", "must be 'int8' or absent here", stage.quantize)
-        else:
-            self.model = self.prefill_model
+        if stage.quantize == "int8" and stage.dtype != "float32":
+            raise InputError(f"stages[{stage.name}].dtype", "must be float32 with quantize int8", stage.dtype)
+        model = load_model(stage)
+        self.context_limit = getattr(model.config, "max_position_embeddings", None)
+        # A quantised stage reads the prompt with its float weights and shares the cache.
+        self.prefill, self.step = decoders(model, int8=stage.quantize == "int8")
+        self._weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
         self.vocabulary = vocabulary
         self._prompt: list[int] = []
         self.cache: Any = None
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._prompt = list(prompt)
-        self.cache = DynamicCache()
+        self.cache = self.prefill.new_cache()
 
     def forget(self, length: int) -> None:
         """Drop what the cache holds beyond ``length`` tokens."""
@@ -67,7 +66,7 @@ class TorchRunner:
 
         One token's memory traffic without anything of a strategy in it, on one thread.
         """
-        weights = [m.weight for m in self.prefill_model.modules() if isinstance(m, torch.nn.Linear)]
+        weights = self._weights
         vectors = {w.shape[1]: torch.zeros(1, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -91,13 +90,8 @@ class TorchRunner:
         crop_to(self.cache, step.cached)
         text = [*self._prompt, *sequence]
         feed = [*text[step.cached :], *step.drafts]
-        model = self.prefill_model if step.cached == 0 else self.model
-        positions = torch.arange(step.cached, step.cached + len(feed), device=self.device)
-        out = model(
-            torch.tensor([feed], device=self.device), position_ids=positions[None], cache=self.cache,
-            logits_to_keep=len(step.drafts) + 1,
-        )
-        logits = out.logits[0]
+        decoder = self.prefill if step.cached == 0 else self.step
+        logits = decoder.forward(feed, step.cached, len(step.drafts) + 1, self.cache)
         if self.vocabulary is not None:
             logits = logits[:, : self.vocabulary]
         return logits

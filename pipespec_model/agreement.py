@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ class Replay:
         path, a proposal is followed by another."""
         row = self._rows[stage]
         proposals = [token != NO_PROPOSAL for token in row]
-        followed = [after for before, after in zip(proposals, proposals[1:], strict=False) if before]
+        followed = [after for before, after in pairwise(proposals) if before]
         rate = sum(followed) / len(followed) if followed else 0.0
         return uniform(self.seed, self.prompt, stage, ON_PATH, len(held), held[-1]) < rate
 

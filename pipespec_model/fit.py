@@ -18,15 +18,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from .acceptance import AcceptanceModel, Markov
 from .agreement import NO_PROPOSAL, Agreement
+from .errors import InputError
 from .latency import Table, fit_table, undisturbed
 from .profile import Contention, Costs, Profile, StageLatency
-from .acceptance import AcceptanceModel, Markov
-from .errors import InputError
 from .spec import PipelineSpec, StageSpec
 from .trace import StepRecord, Trace
 
@@ -57,7 +58,8 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
             mine = [step for step in trace.steps if step.stage == i and not step.includes_wait]
             steps[stage.time_key] += [step for step in mine if step.kind in STEP_KINDS]
             prefills[stage.time_key] += [step for step in mine if step.kind == "prefill"]
-            rollbacks[stage.time_key] += [step.duration_s for step in mine if step.kind == "rollback" and step.width > 1]
+            cuts = [step for step in mine if step.kind == "rollback" and step.width > 1]
+            rollbacks[stage.time_key] += [step.duration_s for step in cuts]
     latency = {key: _stage_latency(found, prefills[key]) for key, found in steps.items() if found}
     if not latency:
         raise InputError("trace", "must hold the steps of at least one stage")
@@ -149,7 +151,7 @@ def _gaps(timeline: list[StepRecord], spec: PipelineSpec, start: dict[str, list[
     keys = [stage.time_key for stage in spec.stages]
     if timeline:
         start[keys[timeline[0].stage]].append(timeline[0].start_s or 0.0)
-    for before, after in zip(timeline, timeline[1:], strict=False):
+    for before, after in pairwise(timeline):
         gap = (after.start_s or 0.0) - (before.start_s or 0.0) - before.duration_s
         if after.stage == before.stage:
             turnaround[keys[after.stage]].append(gap)

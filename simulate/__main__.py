@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,7 @@ def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict
     }
 
 
-def _mean(values: list[float | None]) -> dict[str, Any]:
+def _mean(values: Sequence[float | None]) -> dict[str, Any]:
     found = np.array([value for value in values if value is not None], dtype=float)
     if not len(found):
         return {"value": None, "interval": None}

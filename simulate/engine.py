@@ -80,7 +80,7 @@ class Computing:
             alarm.callbacks.append(lambda event, stage=stage: self._ring(stage, event))
             self._alarm[stage] = alarm
             left = max(0, round(self._work_left[stage] / rate))
-            self._env.schedule(alarm, priority=_STEP_END + stage, delay=left)  # type: ignore[arg-type]
+            self._env.schedule(alarm, priority=_STEP_END + stage, delay=left)
 
     def _ring(self, stage: int, alarm: simpy.Event) -> None:
         if self._alarm.get(stage) is not alarm:
@@ -211,7 +211,7 @@ class PromptRun:
         assert arrival.callbacks is not None
         arrival.callbacks.append(lambda _: self._arrive(entry))
         delay = to_ns(self.costs[receiver].handover_s)
-        self.env.schedule(arrival, priority=_ARRIVAL, delay=delay)  # type: ignore[arg-type]
+        self.env.schedule(arrival, priority=_ARRIVAL, delay=delay)
 
     def _arrive(self, entry: tuple[int, Drafts | Verdict]) -> None:
         receiver, message = entry

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def drive(pipeline: PipelineSpec, runners: Sequence[Any], prompt: Sequence[int],
     for i in reversed(range(k)):
         deliver(i)
         post(i)
-    done.counters = [{name: getattr(s.close(), name) for name in s.close().__slots__} for s in stages]
+    done.counters = [asdict(item.close()) for item in stages]
     done.tokens = list(stages[-1].sequence)
     return done
 
@@ -204,3 +204,22 @@ def plain_greedy(tiny: dict[str, Path]) -> Any:
         return out[0, len(prompt) :].tolist()
 
     return answer
+
+
+def write_tiny_run(tiny: dict[str, Path], folder: Path, *, prompts: int = 2) -> list[str]:
+    """Arguments of ``pipespec`` for a validation of two tiny models; its files are put into ``folder``."""
+    stages = "".join(f"- {{name: {name}, model: {tiny[name]}}}\n" for name in ("near", "target"))
+    (folder / "pipeline.yaml").write_text(f"strategy: speculative\nstages:\n{stages}links: [{{lookahead: 3}}]\n",
+                                          encoding="utf-8")
+    lines = [" ".join(f"w{(7 * line + 3 * i) % 90 + 1}" for i in range(6)) for line in range(prompts)]
+    (folder / "prompts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return ["validate", str(folder / "pipeline.yaml"), "--prompts", str(folder / "prompts.txt"),
+            "--out", str(folder / "out")]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

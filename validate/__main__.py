@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def validate(
     pipeline: Annotated[Path | None, typer.Argument(help="pipeline YAML; without it the built-in rows")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="text lines, or JSON Lines of Spec-Bench, HumanEval, GSM8K")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="text, or JSON Lines of Spec-Bench, HumanEval, GSM8K")] = None,
     out: Annotated[Path, typer.Option(help="output folder; an interrupted run goes on there")] = Path("pipespec-out"),
     model: Annotated[str, typer.Option(help="Hugging Face id, local folder, GGUF file or built-in name")] = BUILT_IN,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
@@ -49,7 +49,7 @@ def validate(
     target = rows[0].pipeline.target
     tokens = 64 if full else 24
     settings = Settings(
-        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2 if full else 3,
+        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2 if full else 3, full=full,
         emulated_prompts=6 if full else 4, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
         rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows])
@@ -57,7 +57,7 @@ def validate(
     free_space(out)
     tokenizer = load_tokenizer(target.model)
     groups = [Group(rows, distinct_stages(rows), encode(calibration, tokenizer), encode(evaluation, tokenizer),
-                    tokens, settings.repeats)]
+                    tokens, settings.repeats, check_calibration_half=full)]
     if spec is None:
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
     bar, advance = progress_bar(sum(weight(group) for group in groups))
@@ -117,8 +117,9 @@ def summary(data: dict, out: Path) -> None:
     from .report import headline, signed, span
 
     table = Table(title=f"{data['model']}, {data['dtype']}")
-    for name in ("strategy {stages}", "measured tok/s", "predicted tok/s", "difference", "90% forecast", "timing error"):
-        table.add_column(name, justify="left" if name.startswith("strategy") else "right")
+    table.add_column("strategy {stages}")
+    for name in ("measured tok/s", "predicted tok/s", "difference", "90% forecast", "timing error"):
+        table.add_column(name, justify="right")
     for row in data["rows"]:
         table.add_row(
             describe(row), f"{row['measured_tokens_per_s']:.1f}", f"{row['predicted_tokens_per_s']['simulation']:.1f}",

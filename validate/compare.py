@@ -129,8 +129,10 @@ def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
             here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind]
             there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
             if here and there:
-                out.append({"stage": stage["name"], "kind": kind, "measured_count": len(here) / repeats,
-                            "replayed_count": len(there), "measured_s": undisturbed(here), "replayed_s": float(np.mean(there))})
+                out.append({
+                    "stage": stage["name"], "kind": kind, "measured_count": len(here) / repeats,
+                    "replayed_count": len(there), "measured_s": undisturbed(here),
+                    "replayed_s": float(np.mean(there))})
     return out
 
 

@@ -34,7 +34,7 @@ def write_report(data: dict[str, Any], out: Path, *, simulated: Trace, measured:
     real = [row for row in data["rows"] if row["origin"] == "measured"]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
                                      undefined=jinja2.StrictUndefined)
-    environment.filters |= {"ms": lambda seconds: f"{seconds * 1e3:.1f}", "signed": signed, "span": span}
+    environment.filters |= {"signed": signed, "span": span}
     template = environment.from_string(
         resources.files("validate").joinpath("report.html.j2").read_text(encoding="utf-8"))
     page = template.render(
@@ -94,9 +94,11 @@ def headline(data: dict[str, Any], real: Sequence[dict[str, Any]]) -> list[str]:
         floor = f" Two repeats of one run differ by {noise:.1f}%." if noise is not None else ""
         out.append(f"The simulator's model of time was off by {error:.1f}% on average "
                    f"({data['timing_worst_percent']['measured']:.1f}% at worst).{floor}")
-    same = sum(row["identical_prompts"] for row in data["rows"])
-    total = sum(row["num_prompts"] for row in data["rows"])
-    near = sum(row["near_tie_prompts"] for row in data["rows"])
+    rows = data["rows"]
+    same = sum(row["identical_prompts"] + row.get("identical_calibration_prompts", 0) for row in rows)
+    checked = len(data["calibration_prompts"])
+    total = sum(row["num_prompts"] + checked * ("identical_calibration_prompts" in row) for row in rows)
+    near = sum(row["near_tie_prompts"] + row.get("near_tie_calibration_prompts", 0) for row in rows)
     rest = f"; {near} differ first where the two best tokens were a near-tie" if near else ""
     out.append(f"{same} of {total} generated texts equal plain decoding token for token{rest}.")
     return out
@@ -119,12 +121,16 @@ def why(row: dict[str, Any]) -> str:
     more = "longer" if off > 0 else "shorter"
     text = (f"Mostly {item['stage']}'s {item['kind']} steps: {item['measured_s'] * 1e3:.1f} ms in the run, "
             f"{abs(off) * 100:.0f}% {more} than replayed ({item['replayed_s'] * 1e3:.1f} ms)")
-    counts = [i for i in row["step_times"] if abs(i["measured_count"] - i["replayed_count"]) > 0.1 * i["replayed_count"] + 2]
-    if counts:
-        odd = counts[-1]
+    odd = max(row["step_times"], key=_count_excess)
+    if _count_excess(odd) > 2:
         text += (f"; and {odd['stage']} took {odd['measured_count']:.0f} {odd['kind']} steps where the replay has "
                  f"{odd['replayed_count']}")
     return text + "."
+
+
+def _count_excess(item: dict[str, Any]) -> float:
+    """Steps by which a count differs, beyond a tenth of it."""
+    return abs(item["measured_count"] - item["replayed_count"]) - 0.1 * item["replayed_count"]
 
 
 def timeline_caption(trace: Trace) -> str:

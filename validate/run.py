@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from pipespec_model.profile import Profile, load_profile, save_profile
 from pipespec_model.spec import StageSpec
 from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
 
-from .compare import Prediction, compare, predict, summarise
+from .compare import Prediction, compare, identity, predict, summarise
 from .rows import Row, emulated_agreements, emulated_rows, emulated_scripts, emulated_stages
 
 Advance = Callable[[str, float], None]
@@ -38,6 +37,7 @@ class Settings:
     dtype: str
     max_new_tokens: int
     repeats: int
+    full: bool
     emulated_prompts: int
     emulated_tokens: int
     calibration_prompts: list[str]
@@ -55,9 +55,11 @@ class Group:
     evaluation: list[Prompt]
     max_new_tokens: int
     repeats: int
+    check_calibration_half: bool = False
     calibration_agreements: list[Agreement] | None = None
     evaluation_agreements: list[Agreement] | None = None
     traces: dict[str, Trace] = field(default_factory=dict)
+    checks: dict[str, Trace] = field(default_factory=dict)
     predictions: dict[str, Prediction] = field(default_factory=dict)
     profile: Profile | None = None
     margins: dict[str, list[float]] = field(default_factory=dict)
@@ -72,9 +74,11 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
         return [Prompt(a.prompt, "emulated", "emulated", tokens=tuple(range(1, a.prompt_length + 1)))
                 for a in agreements]
 
-    before = emulated_agreements(2, num_tokens, first=1000)
+    before = emulated_agreements(12, num_tokens, first=1000)
     after = emulated_agreements(num_prompts, num_tokens, first=0)
-    return Group(emulated_rows(), emulated_stages(), prompts(before), prompts(after), num_tokens, 2, before, after)
+    # Step times that are set need two rounds only; the other agreements serve the forecast.
+    return Group(emulated_rows(), emulated_stages(), prompts(before[:2]), prompts(after), num_tokens, 2,
+                 calibration_agreements=before, evaluation_agreements=after)
 
 
 def distinct_stages(rows: Sequence[Row]) -> list[StageSpec]:
@@ -104,8 +108,8 @@ def open_folder(out: Path, settings: Settings) -> None:
 def weight(group: Group) -> float:
     """Rough seconds of a group, for the progress bar."""
     per_token = 0.055
-    runs = len(group.rows) * len(group.evaluation) * group.repeats * group.max_new_tokens * per_token
-    return 10.0 * len(group.calibration) + runs + 10.0
+    runs = len(group.evaluation) * group.repeats + len(group.calibration) * group.check_calibration_half
+    return 10.0 * len(group.calibration) + len(group.rows) * runs * group.max_new_tokens * per_token + 10.0
 
 
 def run_group(group: Group, out: Path, advance: Advance) -> None:
@@ -129,35 +133,42 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
         group.profile = load_profile(profile_file)
         said = json.loads(prediction_file.read_text(encoding="utf-8"))
         group.predictions = {name: Prediction.from_dict(data) for name, data in said.items()}
-        _measure(group, fleet, out, advance)
+        group.traces = _measure(group, fleet, out, advance, group.evaluation, group.repeats, prefix="")
+        if group.check_calibration_half:
+            # Exactness on the other half too; its times are not used.
+            group.checks = _measure(group, fleet, out, advance, group.calibration, 1, prefix="check-")
         if not group.emulated:
             advance("recording each stage's own choices on evaluation prompts", 0.0)
             _record(group, fleet)
 
 
-def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance) -> None:
+def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: Sequence[Prompt], repeats: int, *,
+             prefix: str) -> dict[str, Trace]:
     """Every row on every prompt, interleaved, so that a shift of the machine's speed touches all."""
     writers: dict[str, TraceWriter] = {}
+    traces: dict[str, Trace] = {}
     agreements = {a.prompt: a for a in group.evaluation_agreements or []}
     try:
         for row in group.rows:
-            path = out / "traces" / f"{row.name}.jsonl"
-            group.traces[row.name] = _resume(path, fleet, row, group)
-            writers[row.name] = TraceWriter(path, group.traces[row.name])
-        for repeat in range(group.repeats):
-            for n, prompt in enumerate(group.evaluation):
+            path = out / "traces" / f"{prefix}{row.name}.jsonl"
+            traces[row.name] = _resume(path, fleet, row, group)
+            writers[row.name] = TraceWriter(path, traces[row.name])
+        for repeat in range(repeats):
+            for n, prompt in enumerate(prompts):
                 for row in group.rows:
-                    trace, number = group.traces[row.name], repeat * len(group.evaluation) + n
-                    if not any(done.prompt == number for done in trace.prompts):
-                        made = fleet.run_prompt(row.pipeline, prompt, max_new_tokens=group.max_new_tokens,
-                                                number=number, repeat=repeat, agreement=agreements.get(prompt.name))
+                    number = repeat * len(prompts) + n
+                    if not any(done.prompt == number for done in traces[row.name].prompts):
+                        made = fleet.run_prompt(
+                            row.pipeline, prompt, max_new_tokens=group.max_new_tokens, number=number,
+                            repeat=repeat, agreement=agreements.get(prompt.name))
                         writers[row.name].append(*made)
-                        trace.add(*made)
+                        traces[row.name].add(*made)
                     advance(f"measuring {row.pipeline.strategy} {row.pipeline.label}, repeat {repeat + 1}",
                             group.max_new_tokens * 0.055)
     finally:
         for writer in writers.values():
             writer.close()
+    return traces
 
 
 def _resume(path: Path, fleet: Fleet, row: Row, group: Group) -> Trace:
@@ -171,16 +182,25 @@ def _resume(path: Path, fleet: Fleet, row: Row, group: Group) -> Trace:
 
 
 def _record(group: Group, fleet: Fleet) -> None:
-    baseline = group.traces[group.rows[0].name]
-    answers = {p.name: p.tokens for p in baseline.prompts if p.repeat == 0}
+    answers = baseline_answers(group)
     group.evaluation_agreements = record_agreement(
         fleet, [row.pipeline for row in group.rows], group.evaluation,
         [answers[p.name] for p in group.evaluation], max_new_tokens=group.max_new_tokens)
-    differ = {p.name for trace in group.traces.values() for p in trace.prompts if p.tokens != answers[p.name]}
+    made = [p for traces in (group.traces, group.checks) for trace in traces.values() for p in trace.prompts]
+    differ = {p.name for p in made if p.tokens != answers[p.name]}
     target = group.rows[0].pipeline.target.name
-    for prompt in group.evaluation:
+    for prompt in [*group.evaluation, *group.calibration]:
         if prompt.name in differ:
             group.margins[prompt.name] = fleet.teacher_force(target, prompt.tokens, answers[prompt.name])[1]
+
+
+def baseline_answers(group: Group) -> dict[str, list[int]]:
+    """What plain decoding says, by prompt."""
+    if group.emulated:
+        return {a.prompt: a.tokens[-1].tolist() for a in group.evaluation_agreements or []}
+    first = group.rows[0].name
+    traces = [traces[first] for traces in (group.traces, group.checks) if first in traces]
+    return {p.name: p.tokens for trace in traces for p in trace.prompts if p.repeat == 0}
 
 
 def finish(groups: Sequence[Group], settings: Settings, seconds: float) -> dict[str, Any]:
@@ -188,17 +208,14 @@ def finish(groups: Sequence[Group], settings: Settings, seconds: float) -> dict[
     rows = []
     for group in groups:
         assert group.profile is not None
-        agreements = group.evaluation_agreements or []
-        if group.emulated:
-            answers = {a.prompt: a.tokens[-1].tolist() for a in agreements}
-        else:
-            first = group.traces[group.rows[0].name]
-            answers = {p.name: p.tokens for p in first.prompts if p.repeat == 0}
-        rows += [
-            compare(row, group.predictions[row.name], group.traces[row.name], profile=group.profile,
-                    agreements=agreements, answers=answers, margins=group.margins)
-            for row in group.rows
-        ]
+        answers = baseline_answers(group)
+        for row in group.rows:
+            made = compare(row, group.predictions[row.name], group.traces[row.name], profile=group.profile,
+                           agreements=group.evaluation_agreements or [], answers=answers, margins=group.margins)
+            if row.name in group.checks:
+                made["identical_calibration_prompts"], made["near_tie_calibration_prompts"] = identity(
+                    group.checks[row.name].prompts, answers, group.margins, row.pipeline.target.dtype)
+            rows.append(made)
     return {
         "model": settings.model, "dtype": settings.dtype, "calibration_prompts": settings.calibration_prompts,
         "evaluation_prompts": settings.evaluation_prompts, "max_new_tokens": settings.max_new_tokens,
