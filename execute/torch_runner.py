@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from pipespec_model.errors import InputError
 from pipespec_model.protocol import Step
 from pipespec_model.spec import StageSpec
