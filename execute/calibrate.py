@@ -27,7 +27,6 @@ from .prompts import Prompt
 STEP_WIDTHS = {64: (1, 2, 3, 1, 4, 2, 8, 16), 160: (1, 2, 1, 4, 2, 3, 32)}  # by context
 CONTEXTS = tuple(STEP_WIDTHS)  # alternately, a round each
 PREFILL_WIDTHS = (48, 96)
-LOOKUP_WIDTHS = (1, 2, 4, 8)
 TOGETHER_S = 0.8
 TOGETHER_WIDTHS = {"drafter": (1,), "verifier": (1, 2, 3, 2)}
 CHAIN_TOKENS = 12
@@ -88,11 +87,12 @@ def _run(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: i
 
 
 def distinct_stages(pipelines: Iterable[PipelineSpec]) -> list[StageSpec]:
-    """One stage a time key, in order of appearance."""
+    """One stage a time key, in order of appearance; lookups are timed where they run."""
     found: dict[str, StageSpec] = {}
     for pipeline in pipelines:
         for stage in pipeline.stages:
-            found.setdefault(stage.time_key, stage)
+            if not stage.block:
+                found.setdefault(stage.time_key, stage)
     return list(found.values())
 
 
@@ -104,7 +104,7 @@ def computing_sets(pipelines: Iterable[PipelineSpec]) -> list[tuple[StageSpec, .
             continue
         stages = [stage for stage in pipeline.stages if not stage.block]
         for group in [*combinations(stages, 2), tuple(stages)]:
-            if len(group) > 1:
+            if len({stage.time_key for stage in group}) == len(group) > 1:
                 found.setdefault(frozenset(stage.time_key for stage in group), group)
     return list(found.values())
 
@@ -129,10 +129,8 @@ def _single(stage: StageSpec) -> PipelineSpec:
 
 def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], context: int) -> Trace:
     trace = new_trace(fleet.configure(_single(stage)))
-    widths = LOOKUP_WIDTHS if stage.block else STEP_WIDTHS[context]
-    trace.steps = fleet.measure({stage.name: widths}, text, context=context)[stage.name]
-    if not stage.block:
-        trace.steps += fleet.measure({stage.name: PREFILL_WIDTHS}, text, context=0)[stage.name]
+    trace.steps = fleet.measure({stage.name: STEP_WIDTHS[context]}, text, context=context)[stage.name]
+    trace.steps += fleet.measure({stage.name: PREFILL_WIDTHS}, text, context=0)[stage.name]
     return trace
 
 

@@ -52,9 +52,11 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
     for trace in traces:
         stages = PipelineSpec.from_dict(trace.pipeline).stages
         specs |= {stage.time_key: stage for stage in stages}
-        if trace.options.get("together") or len(stages) > 1:
+        if trace.options.get("together"):
             continue
         for i, stage in enumerate(stages):
+            if len(stages) > 1 and not stage.block:
+                continue  # not alone; a lookup disturbs nobody and is timed where it runs
             mine = [step for step in trace.steps if step.stage == i and not step.includes_wait]
             steps[stage.time_key] += [step for step in mine if step.kind in STEP_KINDS]
             prefills[stage.time_key] += [step for step in mine if step.kind == "prefill"]

@@ -29,9 +29,10 @@ class LatencyModel(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def _positive(name: str, value: float) -> None:
-    if not value >= 0:
-        raise InputError(name, "must be >= 0", value)
+def non_negative(name: str, value: object) -> None:
+    """Raise InputError unless ``value`` is a finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise InputError(name, "must be a finite number >= 0", value)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Constant:
     seconds: float
 
     def __post_init__(self) -> None:
-        _positive("seconds", self.seconds)
+        non_negative("seconds", self.seconds)
 
     def mean_s(self, width: int, context: int) -> float:
         return self.seconds
@@ -68,7 +69,7 @@ class Affine:
 
     def __post_init__(self) -> None:
         for name in ("one_s", "base_s", "per_token_s", "per_context_s"):
-            _positive(name, getattr(self, name))
+            non_negative(name, getattr(self, name))
 
     def mean_s(self, width: int, context: int) -> float:
         at_width = self.one_s if width <= 1 else self.base_s + self.per_token_s * width
@@ -103,8 +104,8 @@ class Table:
                              f"{len(self.widths)} widths, {len(self.seconds)} seconds")
         if any(b <= a for a, b in zip(self.widths, self.widths[1:], strict=False)):
             raise InputError("table.widths", "must increase", self.widths)
-        for seconds in self.seconds:
-            _positive("table.seconds", seconds)
+        for seconds in (*self.seconds, *self.quantiles, self.per_context_s):
+            non_negative("table", seconds)
 
     def mean_s(self, width: int, context: int) -> float:
         w, s = self.widths, self.seconds
@@ -140,7 +141,7 @@ class Empirical:
         if not self.observed_s:
             raise InputError("observed_s", "must hold at least one time")
         for seconds in self.observed_s:
-            _positive("observed_s", seconds)
+            non_negative("observed_s", seconds)
 
     def mean_s(self, width: int, context: int) -> float:
         return float(np.mean(self.observed_s))
@@ -169,6 +170,8 @@ class Roofline:
     overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            non_negative(name, getattr(self, name))
         for name in ("bandwidth_bytes_per_s", "flops_per_s"):
             if not getattr(self, name) > 0:
                 raise InputError(name, "must be > 0", getattr(self, name))
@@ -208,8 +211,8 @@ def undisturbed(values: Sequence[float] | NDArray[Any]) -> float:
     one quantity fall into two heaps.  A mean would measure the neighbour, and a median flips between
     the heaps; this is the mean of the fast heap, as long as that holds a quarter of the samples.
 
-    >>> undisturbed([10.0, 10.2, 10.1, 14.0, 15.0, 9.9])
-    10.05
+    >>> undisturbed([10.0, 10.0, 10.0, 14.0, 15.0, 10.0])
+    10.0
     """
     found = np.asarray(values, dtype=float)
     return float(found[found <= DISTURBED * np.quantile(found, 0.25)].mean())

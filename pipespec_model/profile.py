@@ -16,7 +16,7 @@ from typing import Any
 from .acceptance import AcceptanceModel, acceptance_from_dict
 from .agreement import Agreement
 from .errors import InputError
-from .latency import LatencyModel, latency_from_dict
+from .latency import LatencyModel, latency_from_dict, non_negative
 from .spec import LinkSpec, PipelineSpec, StageSpec, read_document
 
 PROFILE_VERSION = 1
@@ -62,8 +62,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not getattr(self, item.name) >= 0:
-                raise InputError(f"costs.{item.name}", "must be >= 0", getattr(self, item.name))
+            non_negative(f"costs.{item.name}", getattr(self, item.name))
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,19 @@ class Profile:
         raise InputError(f"profile.acceptance[{drafter.name}>{verifier.name}]", "must be there", mend=(
             "calibrate this pair, or add e.g. {kind: iid, acceptance_rate: 0.8}"))
 
+    def rate_key(self, stage: StageSpec) -> str:
+        """The key under which rates of this stage are kept: its time key, or by hand its name."""
+        known = {key for entry in (*self.contention, *self.turns) for key in entry.rates}
+        return stage.name if stage.name in known and stage.time_key not in known else stage.time_key
+
     def rates(self, computing: frozenset[str]) -> dict[str, float]:
         """Rate of each of the stage keys that compute now.  A set that was not measured gets, per
         stage, the smallest rate of the measured subsets that hold it."""
         out = dict.fromkeys(computing, 1.0)
         for entry in self.contention:
             keys = frozenset(entry.rates)
+            if len(keys) < 2:
+                continue  # two stages with one key: not told apart, so not known
             if keys == computing:
                 return dict(entry.rates)
             if keys < computing:
@@ -140,11 +146,19 @@ class Profile:
 
     def turn_rate(self, stages: Sequence[StageSpec], stage: StageSpec) -> float:
         """Rate of progress of ``stage`` in a chain of ``stages``; 1 where it was not measured."""
-        keys = frozenset(item.time_key for item in stages if not item.block)
+        keys = frozenset(self.rate_key(item) for item in stages if not item.block)
         for entry in self.turns:
             if frozenset(entry.rates) == keys:
-                return entry.rates.get(stage.time_key, 1.0)
+                return entry.rates.get(self.rate_key(stage), 1.0)
         return 1.0
+
+    def check(self) -> None:
+        """Raise InputError naming a field that is out of range."""
+        if not 0 <= self.neighbour_rate <= 1:
+            raise InputError("neighbour_rate", "must be in [0, 1]", self.neighbour_rate)
+        non_negative("timing_spread", self.timing_spread)
+        if self.probe_s is not None:
+            non_negative("probe_s", self.probe_s)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -173,7 +187,7 @@ class Profile:
         if not data.get("latency"):
             raise InputError(f"{where}: latency", "must hold at least one stage")
         try:
-            return cls(
+            made = cls(
                 latency={key: StageLatency.from_dict(value) for key, value in data["latency"].items()},
                 acceptance={k: acceptance_from_dict(v) for k, v in (data.get("acceptance") or {}).items()},
                 contention=tuple(Contention(dict(rates)) for rates in data.get("contention") or ()),
@@ -185,6 +199,8 @@ class Profile:
                 neighbour_rate=float(data.get("neighbour_rate", 0.9)),
                 origin=data.get("origin", "assumed"), source=data.get("source", ""),
             )
+            made.check()
+            return made
         except InputError as error:
             raise InputError(where, str(error)) from None
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -121,9 +121,9 @@ class PipelineSpec(Spec):
                 "lookahead must be >= 1 for strategy speculative, got 0: a synchronous drafter drafts "
                 "exactly lookahead tokens a round"
             )
-        for i, stage in enumerate(self.stages[1:], 1):
-            if stage.block:
-                raise ValueError(f"stages.{i}.drafter must be 'model': only the first stage may be a lookup")
+        for i, stage in enumerate(self.stages):
+            if stage.block and (i or k == 1):
+                raise ValueError(f"stages.{i}.drafter must be 'model': only a first drafter may be a lookup")
         return self
 
     @property

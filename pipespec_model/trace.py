@@ -103,11 +103,15 @@ class Trace:
 
 
 class TraceWriter:
-    """Appends a prompt at a time; the file is whole after each."""
+    """Appends a prompt at a time; the file is whole after each.
+
+    An existing file is first cut to its last whole prompt, so that what a killed run left behind
+    neither tears the file nor counts twice.
+    """
 
     def __init__(self, path: str | Path, trace: Trace) -> None:
         self.path = Path(path)
-        fresh = not self.path.exists() or self.path.stat().st_size == 0
+        fresh = not self.path.exists() or _cut_to_whole(self.path) == 0
         self._file = self.path.open("a", encoding="utf-8")
         if fresh:
             self._write([trace.header()])
@@ -133,6 +137,25 @@ class TraceWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cut_to_whole(path: Path) -> int:
+    """Cut a trace behind its last record that is not part of an unfinished prompt; returns its size."""
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    while end:
+        begin = data.rfind(b"\n", 0, end - 1) + 1
+        try:
+            record = json.loads(data[begin:end])
+        except ValueError:
+            record = {}
+        if record.get("type") in ("header", "prompt_end") or record.get("prompt") == NO_PROMPT:
+            break
+        end = begin
+    if end < len(data):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return end
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:

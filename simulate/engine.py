@@ -120,7 +120,7 @@ class PromptRun:
         self.costs = [self.profile.stage_costs(spec) for spec in specs]
         chain = self.pipeline.strategy == "speculative"
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
-        self.computing = Computing(self.env, [spec.time_key for spec in specs], self.profile)
+        self.computing = Computing(self.env, [self.profile.rate_key(spec) for spec in specs], self.profile)
         self.replay = Replay(self.agreement, self.seed, self.prompt, self.profile.neighbour_rate)
         self.inbox: list[list[Drafts | Verdict]] = [[] for _ in specs]
         self.in_flight: list[tuple[int, Drafts | Verdict]] = []
@@ -131,7 +131,8 @@ class PromptRun:
 
     def _stage_loop(self, i: int) -> Generator[simpy.Event, None, None]:
         stage, costs = self.stages[i], self.costs[i]
-        yield self.env.timeout(to_ns(costs.start_s))
+        ready = to_ns(costs.start_s)
+        yield self.env.timeout(ready)
         while not stage.done:
             self._receive(i)
             step = stage.next_step()
@@ -140,18 +141,16 @@ class PromptRun:
                 self.wake[i] = simpy.Event(self.env)
                 yield self.wake[i]
                 continue
+            if self.env.now < ready:
+                yield self.env.timeout(ready - self.env.now)
             tokens = self._tokens(i, step)
             start = self.env.now
             self._note(i, f"start {step.kind}", step.position)
             yield self.computing.run(i, self._work_ns(i, step, len(tokens)))
             self._note(i, "end", step.position)
             self._finish(i, step, tokens, start)
-            if not stage.done:
-                turnaround = to_ns(costs.turnaround_s)
-                if turnaround:
-                    self._receive(i)
-                    self._send(i)
-                    yield self.env.timeout(turnaround)
+            # What a waiting neighbour is told leaves now: its hand-over covers the whole gap.
+            ready = self.env.now + to_ns(costs.turnaround_s)
         self._send(i)
 
     def _tokens(self, i: int, step: Step) -> list[int]:

@@ -47,6 +47,25 @@ def test_crop_outside_the_cache_is_refused(length: int, beyond: int) -> None:
     assert cache.get_seq_length() == length
 
 
+@pytest.mark.parametrize("length", [1, 3, 10])
+def test_crop_of_the_cache_that_is_written_in_place(runners, length: int) -> None:
+    """After a crop and other text, the logits are those of a cache that never held what was cut."""
+    decoder = runners["target"].step
+    text, other = list(range(1, length + 1)), [40, 41, 42]
+    with torch.inference_mode():
+        for target in {0, 1, length - 1, length}:
+            used, fresh_cache = decoder.new_cache(), decoder.new_cache()
+            decoder.forward(text, 0, 1, used)
+            crop_to(used, target)
+            assert used.get_seq_length() == target
+            if target:
+                decoder.forward(text[:target], 0, 1, fresh_cache)
+            expected = decoder.forward(other, target, 3, fresh_cache)
+            assert torch.allclose(decoder.forward(other, target, 3, used), expected, atol=1e-4)
+            with pytest.raises(ValueError, match="cache length must be in"):
+                crop_to(used, target + 4)
+
+
 @pytest.mark.parametrize("strategy", ["speculative", "pipelined"])
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_target_as_its_own_drafter_is_always_right(runners, plain_greedy, strategy: str, window: int) -> None:

@@ -84,6 +84,23 @@ def test_every_architecture_decodes_as_transformers_does(make, tmp_path: Path) -
     assert done.counters[1]["accepted"] > 10
 
 
+def test_no_deprecated_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Prefill, steps and a rollback through transformers' own forward and cache log no warning; Python's
+    warnings are errors everywhere in these tests."""
+    torch.manual_seed(3)
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)).save_pretrained(tmp_path)
+    runner = TorchRunner(stage("s", tmp_path))
+    transformers.logging.enable_propagation()
+    try:
+        runner.begin(PROMPT)
+        drive(chain("autoregressive", [stage("s")]), [runner], PROMPT, 5)
+        runner.forget(6)
+    finally:
+        transformers.logging.disable_propagation()
+    assert caplog.records == []
+    assert runner.cache.get_seq_length() == 6
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cpu:7", "cuda:x"])
 def test_device_that_does_not_exist(tiny, device: str) -> None:
     """A device that is not here is an error naming the field, the choice and the value."""

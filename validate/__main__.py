@@ -50,7 +50,7 @@ def validate(
     tokens = 64 if full else 24
     settings = Settings(
         model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2 if full else 3, full=full,
-        emulated_prompts=6 if full else 4, emulated_tokens=48 if full else 24,
+        emulated_prompts=12 if full else 8, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
         rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows])
     open_folder(out, settings)

@@ -76,8 +76,8 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
 
     before = emulated_agreements(12, num_tokens, first=1000)
     after = emulated_agreements(num_prompts, num_tokens, first=0)
-    # Step times that are set need two rounds only; the other agreements serve the forecast.
-    return Group(emulated_rows(), emulated_stages(), prompts(before[:2]), prompts(after), num_tokens, 2,
+    # Step times that are set need few rounds and no repeat; the other agreements serve the forecast.
+    return Group(emulated_rows(), emulated_stages(), prompts(before[:2]), prompts(after), num_tokens, 1,
                  calibration_agreements=before, evaluation_agreements=after)
 
 
@@ -173,10 +173,7 @@ def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: S
 
 def _resume(path: Path, fleet: Fleet, row: Row, group: Group) -> Trace:
     if path.exists() and path.stat().st_size:
-        trace, torn = load_trace(path)
-        if torn:
-            save_trace(trace, path)
-        return trace
+        return load_trace(path)[0]
     return new_trace(fleet.configure(row.pipeline), emulated=group.emulated,
                      options={"max_new_tokens": group.max_new_tokens, "repeats": group.repeats})
 

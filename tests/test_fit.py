@@ -1,0 +1,175 @@
+"""From traces back to the profile that made them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipespec_model.acceptance import IID, Markov
+from pipespec_model.agreement import Agreement, synthetic
+from pipespec_model.errors import InputError
+from pipespec_model.fit import fit
+from pipespec_model.latency import Affine, Constant
+from pipespec_model.profile import Contention, Costs, Profile, StageLatency
+from pipespec_model.spec import PipelineSpec
+from pipespec_model.trace import StepRecord, Trace
+from simulate.run import simulate
+
+STAGES = [{"name": "s0", "model": "a"}, {"name": "s1", "model": "b"}]
+CHAIN = PipelineSpec.from_dict({
+    "strategy": "speculative", "stages": STAGES, "links": [{"lookahead": 3, "buffer_tokens": 3, "max_window": 3}]})
+ALONE = [PipelineSpec.from_dict({"strategy": "autoregressive", "stages": [stage]}) for stage in STAGES]
+KEYS = [stage.time_key for stage in CHAIN.stages]
+TIGHT = 1e-6
+
+
+def traces(profile: Profile, *, rate: float = 0.7) -> list[Trace]:
+    """Each stage alone, then the chain, on the same four prompts."""
+    names = [stage.choice_key for stage in CHAIN.stages]
+    made = [synthetic(names, [IID(rate)], num_tokens=40, seed=1, prompt=i, prompt_length=16) for i in range(4)]
+    return [simulate(spec, profile, [a.select([s.choice_key for s in spec.stages]) for a in made])
+            for spec in (*ALONE, CHAIN)]
+
+
+def constants(**more: Any) -> Profile:
+    return Profile({"s0": StageLatency(Constant(0.001)), "s1": StageLatency(Constant(0.004), Constant(0.009))}, **more)
+
+
+def test_step_and_prefill_times_come_back():
+    """Constant step and prefill times are recovered to within 1e-6, mean and sampler alike."""
+    found = fit(traces(constants()))
+    for i, (step_s, prefill_s) in enumerate([(0.001, 0.001), (0.004, 0.009)]):
+        latency = found.stage_latency(CHAIN.stages[i])
+        assert latency.step.mean_s(1, 30) == pytest.approx(step_s, rel=TIGHT)
+        assert latency.step.sample_s(1, 30, 0.4) == pytest.approx(step_s, rel=TIGHT)
+        assert latency.prefill is not None
+        assert latency.prefill.mean_s(16, 0) == pytest.approx(prefill_s, rel=TIGHT)
+    assert found.origin == "fitted"
+
+
+def test_a_slope_in_context_comes_back():
+    """A step that grows with its cache is recovered at short and long caches."""
+    truth = Affine(0.004, 0.004, 0.0, per_context_s=2e-6)
+    found = fit(traces(Profile({"s0": StageLatency(Constant(0.001)), "s1": StageLatency(truth)})))
+    for context in (16, 30, 55):
+        assert found.stage_latency(CHAIN.stages[1]).step.mean_s(1, context) == pytest.approx(
+            truth.mean_s(1, context), rel=1e-5)
+
+
+def test_costs_between_steps_come_back():
+    """Start, turnaround (from runs alone) and both hand-overs (from the chain) are recovered."""
+    costs = {"s0": Costs(start_s=0.0003, handover_s=0.0002), "s1": Costs(start_s=0.0005, handover_s=0.0007)}
+    found = fit(traces(constants(costs=costs)))
+    for stage in CHAIN.stages:
+        truth = costs[stage.name]
+        assert found.stage_costs(stage).handover_s == pytest.approx(truth.handover_s, rel=TIGHT)
+        assert found.stage_costs(stage).turnaround_s == pytest.approx(0.0, abs=1e-12)
+    # The chain starts with the drafter: it shows s0's start once more, never s1's.
+    assert found.stage_costs(CHAIN.stages[0]).start_s == pytest.approx(0.0003, rel=TIGHT)
+    assert found.stage_costs(CHAIN.stages[1]).start_s == pytest.approx(0.0005, rel=TIGHT)
+
+
+def test_turnaround_comes_back():
+    """The gap between two steps of one stage is its turnaround."""
+    costs = {"s0": Costs(turnaround_s=0.0001), "s1": Costs(turnaround_s=0.0006)}
+    found = fit(traces(constants(costs=costs)))
+    for stage in CHAIN.stages:
+        assert found.stage_costs(stage).turnaround_s == pytest.approx(costs[stage.name].turnaround_s, rel=TIGHT)
+
+
+def test_hand_over_is_the_whole_gap_between_two_stages():
+    """With a turnaround too, the gap from the end of the sender's step to the receiver's is the hand-over."""
+    costs = {"s0": Costs(turnaround_s=0.0001), "s1": Costs(handover_s=0.0007)}
+    found = fit(traces(constants(costs=costs)))
+    assert found.stage_costs(CHAIN.stages[1]).handover_s == pytest.approx(0.0007, rel=TIGHT)
+
+
+def test_a_fitted_profile_predicts_the_run_it_was_fitted_to():
+    """Replaying a trace from its own fit gives its makespan within 1%."""
+    costs = {"s0": Costs(start_s=0.0003, handover_s=0.0002), "s1": Costs(start_s=0.0005, handover_s=0.0007)}
+    before = traces(constants(costs=costs))
+    after = traces(fit(before))
+    for a, b in zip(before, after, strict=True):
+        assert sum(p.total_s for p in b.prompts) == pytest.approx(sum(p.total_s for p in a.prompts), rel=0.01)
+
+
+def together(*durations: float) -> Trace:
+    """Stages that were timed while the others computed: ten steps of width 1 each."""
+    steps = [StepRecord(-1, stage, "measure", None, seconds, 0, 30, 1, 0, 0, 0, 0)
+             for stage, seconds in enumerate(durations) for _ in range(10)]
+    return Trace("measured", {**CHAIN.to_dict(), "strategy": "pipelined"}, options={"together": True}, steps=steps)
+
+
+def test_contention_is_the_time_alone_over_the_time_together():
+    """1 ms alone and 2 ms together is a rate of 0.5; 4 and 5 ms one of 0.8; other traces give none."""
+    found = fit([*traces(constants()), together(0.002, 0.005)])
+    (rates,) = found.contention
+    assert rates.rates == pytest.approx({KEYS[0]: 0.5, KEYS[1]: 0.8}, rel=TIGHT)
+    assert found.rates(frozenset(KEYS)) == rates.rates
+    assert fit(traces(constants())).contention == ()
+
+
+def test_stages_never_speed_each_other_up():
+    """A step that was faster together than alone counts as undisturbed."""
+    (rates,) = fit([*traces(constants()), together(0.0009, 0.005)]).contention
+    assert rates.rates[KEYS[0]] == 1.0
+
+
+def test_a_model_that_drafts_for_itself_is_undisturbed_when_alone():
+    """Two stages with one time key, 1 ms alone and 2 ms together: a step alone still takes 1 ms."""
+    twins = [{"name": "x", "model": "a"}, {"name": "y", "model": "a"}]
+    both = replace(together(0.002, 0.002), pipeline=PipelineSpec.from_dict({"stages": twins}).to_dict())
+    found = fit([*traces(constants()), both])
+    assert found.rates(frozenset(KEYS[:1])) == {KEYS[0]: 1.0}
+
+
+def test_rates_of_taking_turns_come_back():
+    """A chain whose target runs at 0.8 of its speed alone gives that rate, and the drafter's 1."""
+    truth = constants(turns=(Contention({KEYS[0]: 1.0, KEYS[1]: 0.8}),))
+    # Prefill counts as no step here, so a verification of any width is compared with width 1.
+    (turns,) = fit(traces(truth)).turns
+    assert turns.rates == pytest.approx({KEYS[0]: 1.0, KEYS[1]: 0.8}, rel=TIGHT)
+
+
+def test_steps_that_include_a_wait_are_not_step_times():
+    """An import's step that waited does not count, nor does a stage of a pipeline as one alone."""
+    before = traces(constants())
+    slow = [replace(s, duration_s=1.0, includes_wait=True) for s in before[0].steps if s.kind != "prefill"]
+    before[0].steps.extend(slow)
+    assert fit(before).stage_latency(CHAIN.stages[0]).step.mean_s(1, 30) == pytest.approx(0.001, rel=TIGHT)
+    with pytest.raises(InputError, match="must hold the steps of at least one stage"):
+        fit(before[2:])
+
+
+def test_acceptance_is_fitted_per_pair_as_a_markov_model():
+    """Bits 1 1 0 0 1 0 of one pair: after an acceptance 1 of 3, after a rejection (and at the start) 2 of 3."""
+    tokens = np.array([[1, 2, 9, 9, 5, 9], [1, 2, 3, 4, 5, 6]])
+    entry = Agreement("p", 3, ("a", "b"), tokens)
+    found = fit(traces(constants()), [entry])
+    assert found.acceptance == {"a>b": Markov(1 / 3, 2 / 3)}
+    assert found.agreement == (entry,)
+
+
+def test_acceptance_of_a_long_record_is_its_models():
+    """A synthetic record of 20,000 positions gives its Markov rates back within four standard errors."""
+    entry = synthetic(["a", "b"], [Markov(0.9, 0.3)], num_tokens=20_000, seed=2)
+    found = fit(traces(constants()), [entry]).acceptance["a>b"]
+    assert isinstance(found, Markov)
+    assert abs(found.after_accept_rate - 0.9) < 4 * math.sqrt(0.9 * 0.1 / 15_000)
+    assert abs(found.after_reject_rate - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 5_000)
+
+
+def test_the_spread_of_the_machines_speed_is_over_rounds():
+    """Probes 1, 1 in one round and e, e in another: mean (1 + e) / 2, spread sqrt(½) / sqrt(2) = ½."""
+    found = traces(constants())
+    probes = [(1.0, 0), (1.0, 0), (math.e, 1), (math.e, 1)]
+    marked = [Trace(t.origin, t.pipeline, options={"probe_s": p, "round": r}, steps=t.steps, prompts=t.prompts)
+              for t, (p, r) in zip([*found, found[0]], probes, strict=True)]
+    profile = fit(marked)
+    assert profile.probe_s == pytest.approx((1 + math.e) / 2)
+    assert profile.timing_spread == pytest.approx(0.5)
+    assert fit(found).timing_spread == 0.0
