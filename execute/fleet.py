@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -90,6 +93,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C reaches the whole process group; a child that starts meanwhile inherits not to mind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Fleet:
     """Stage processes, by stage name.  A context manager: leaving it ends them all.
 
@@ -128,7 +144,8 @@ class Fleet:
                 process = context.Process(
                     target=worker.main, name=name, daemon=True,
                     args=(self.stages[name], self.scripts.get(name), self.vocabulary, theirs, ends[name]))
-                process.start()
+                with _no_interrupt():
+                    process.start()
                 theirs.close()
                 for end in ends[name].values():
                     end.close()
@@ -193,9 +210,11 @@ class Fleet:
         return bool(ready)
 
     def _dead(self, name: str) -> StageError:
-        process = self.processes[name]
-        process.join(timeout=1)
-        return StageError(f"stage {name!r} ended with exit code {process.exitcode}{self._during()}")
+        # A stage whose neighbour died ends too, with code 0: the one to name is the first cause.
+        self.processes[name].join(timeout=1)
+        codes = {other: process.exitcode for other, process in self.processes.items()}
+        name = next((other for other, code in codes.items() if code), name)
+        return StageError(f"stage {name!r} ended with exit code {codes[name]}{self._during()}")
 
     def _failed(self, name: str, message: tuple[Any, ...]) -> Exception:
         _, kind, text = message

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipespec_model.errors import InputError
 from pipespec_model.spec import StageSpec
@@ -75,7 +76,7 @@ def load_model(stage: StageSpec) -> Any:
                 model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[stage.dtype])
         except InputError:
             raise
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise _cannot_load(stage.model, error) from None
     check_can_roll_back(model.config, stage.model)
     return model.to(stage.device).eval()
@@ -104,6 +105,9 @@ def check_can_roll_back(config: Any, name: str) -> None:
     if window is not None and getattr(config, "use_sliding_window", True) and "full_attention" not in kinds:
         kinds.add("sliding_attention")
     if any(hasattr(config, key) for key in ("ssm_state_size", "state_size", "mamba_d_state", "conv_kernel")):
+        kinds.add("recurrent")
+    # What a config does not say, the model's class does: its state is not a cache that can be cut.
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
         kinds.add("recurrent")
     if getattr(config, "is_encoder_decoder", False):
         kinds.add("encoder-decoder")

@@ -14,6 +14,7 @@ import typer
 
 from .errors import InputError, StageError
 
+INTERRUPTED = 130
 # Newer typer carries its own copy of click, older ones import it: take the class from typer.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
@@ -31,6 +32,8 @@ def run(app: typer.Typer, name: str, args: list[str] | None = None) -> NoReturn:
     except OSError as error:
         # A disk that fills up while results are written; what was finished is on it.
         fail(name, f"{error.filename or 'output'}: {error.strerror}")
+    if code == INTERRUPTED:  # typer has seen the Ctrl-C itself
+        interrupted(name)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
@@ -42,7 +45,7 @@ def fail(name: str, text: str) -> NoReturn:
 
 def interrupted(name: str) -> NoReturn:
     print(f"{name}: interrupted; what was finished is kept", file=sys.stderr)
-    raise SystemExit(130)
+    raise SystemExit(INTERRUPTED)
 
 
 def print_json(data: Any) -> None:

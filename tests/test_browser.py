@@ -49,7 +49,8 @@ def trace(origin: str) -> Trace:
 def report(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """With real and emulated rows, and with the least that a run can give."""
     if request.param == "full":
-        rows = [row("autoregressive", 10.0), row("speculative", 12.0), row("pipelined", 15.0), row("pipelined", 20.0, "emulated")]
+        rows = [row("autoregressive", 10.0), row("speculative", 12.0), row("pipelined", 15.0),
+                row("pipelined", 20.0, "emulated")]
     else:
         rows = [row("autoregressive", 10.0, measured_interval=None, predicted_interval=None, noise_percent=None,
                     speedup=None, speedup_same_devices=None, step_times=[], lookahead=[], stages=["s0"])]

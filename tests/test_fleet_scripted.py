@@ -121,17 +121,18 @@ def test_text_is_streamed_as_it_is_decided(fleet: Fleet, strategy: str) -> None:
     """The pieces that are shown while a prompt runs make up the answer."""
     stages, agreement = table(rows_of(ANSWER, "110", "10"))
     pieces: list[int] = []
-    record, _ = fleet.run_prompt(chain(strategy, stages), PROMPT, max_new_tokens=30, agreement=agreement, on_text=pieces.extend)
+    record, _ = fleet.run_prompt(chain(strategy, stages), PROMPT, max_new_tokens=30, agreement=agreement,
+                                 on_text=pieces.extend)
     assert pieces == record.tokens == ANSWER
 
 
 def test_trace_survives_a_file(fleet: Fleet, tmp_path) -> None:
     """A run's records, header and link figures are the same after a round trip through the file."""
     stages, agreement = table(rows_of(ANSWER, "110"))
-    spec = fleet.configure(chain("pipelined", stages))
-    trace = new_trace(spec, emulated=True)
+    pipeline = chain("pipelined", stages)
+    trace = new_trace(fleet.configure(pipeline), emulated=True)
     for number in range(3):
-        trace.add(*fleet.run_prompt(chain("pipelined", stages), PROMPT, max_new_tokens=20, number=number, agreement=agreement))
+        trace.add(*fleet.run_prompt(pipeline, PROMPT, max_new_tokens=20, number=number, agreement=agreement))
     save_trace(trace, tmp_path / "t.jsonl")
     read, torn = load_trace(tmp_path / "t.jsonl")
     assert torn is None

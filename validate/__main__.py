@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from execute.fleet import assign_cores, available_cores
-from execute.loading import load_tokenizer
+from execute.loading import DTYPES, load_tokenizer
 from execute.prompts import Prompt, built_in, encode, load_prompts
 from execute.zoo import BUILT_IN
 from pipespec_model.cli import print_json, progress_bar, run
@@ -40,6 +40,8 @@ def validate(
 ) -> int:
     """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
     begun = time.monotonic()
+    if dtype not in DTYPES:
+        raise InputError("--dtype", f"must be one of {', '.join(DTYPES)}", dtype)
     spec = load_pipeline(pipeline) if pipeline else None
     rows = custom_rows(spec) if spec else real_rows(model, dtype, len(available_cores()))
     for row in rows:

@@ -92,17 +92,15 @@ def distinct_stages(rows: Sequence[Row]) -> list[StageSpec]:
 
 def open_folder(out: Path, settings: Settings) -> None:
     """Make or resume the output folder; refuses a folder that holds another run."""
+    mark, text = out / "run.json", json.dumps(asdict(settings), indent=1)
     try:
         (out / "traces").mkdir(parents=True, exist_ok=True)
-        mark = out / "run.json"
-        text = json.dumps(asdict(settings), indent=1)
-        if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) != json.loads(text):
+        before = mark.read_text(encoding="utf-8") if mark.exists() else text
+        if before != text:
             raise InputError(f"--out {out}", "must be empty or hold the same run", mend="give another folder")
         mark.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
-    except ValueError:
-        raise InputError(f"{mark}", "must be JSON", mend="give another folder, or remove this one") from None
 
 
 def weight(group: Group) -> float:
