@@ -37,6 +37,8 @@ def run_command(
 ) -> None:
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
     spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
+    if out is not None:
+        _folder(out)
     with Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
         resolved = fleet.configure(spec)
         trace = new_trace(resolved, options={"max_new_tokens": max_new_tokens})

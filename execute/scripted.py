@@ -34,8 +34,8 @@ class Script:
 
 @dataclass(frozen=True)
 class Wrong:
-    """Makes a real drafter always wrong: it computes as usual and then names the next token id.
-    For measuring the worst case."""
+    """Makes a real drafter always wrong: it computes as usual and then names another token id.
+    For measuring the worst case (it may hit the target's token by chance where its own was wrong)."""
 
 
 class ScriptedRunner:
@@ -79,7 +79,8 @@ class WrongRunner:
         self._runner.begin(prompt)
 
     def run(self, sequence: Sequence[int], step: Step) -> list[int]:
-        return [token + 1 if token else 1 for token in self._runner.run(sequence, step)]
+        # Downwards, so that no id leaves the vocabulary.
+        return [token - 1 if token else 1 for token in self._runner.run(sequence, step)]
 
     def forget(self, length: int) -> None:
         self._runner.forget(length)

@@ -38,7 +38,7 @@ def test_autoregressive_is_plain_greedy(runners, plain_greedy) -> None:
     assert run(runners, ["target"], "autoregressive", PROMPT, 80).tokens == plain_greedy(PROMPT, 80)
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("names", PIPELINES.values(), ids=PIPELINES)
 def test_strategies_are_token_exact(runners, plain_greedy, names, strategy: str, seed: int | None) -> None:
