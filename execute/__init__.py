@@ -1,0 +1,1 @@
+"""The backend that really runs a pipeline: stage processes, models, drafters, calibration."""

@@ -16,8 +16,9 @@ from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import TraceWriter, save_trace
 
 from .calibrate import calibrate
-from .fleet import Fleet, assign_cores, new_trace
-from .loading import load_tokenizer
+from .fleet import Fleet, new_trace
+from .host import assign_cores
+from .loading import end_of_sequence, load_tokenizer
 from .prompts import Prompt, built_in, encode, load_prompts
 from .vocabulary import common_vocabulary
 
@@ -116,7 +117,7 @@ def _prepare(path: Path, prompts: list[Prompt]) -> tuple[PipelineSpec, list[Prom
     spec = load_pipeline(path)
     assign_cores(spec, scripted=False)
     tokenizer = load_tokenizer(spec.target.model)
-    return spec, encode(prompts, tokenizer), tokenizer
+    return spec, encode(prompts, tokenizer, end_of_sequence(spec.target.model, tokenizer)), tokenizer
 
 
 def _chosen(prompt: str | None, prompts: Path | None) -> list[Prompt]:

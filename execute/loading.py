@@ -16,11 +16,18 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from pipespec_model.errors import InputError
 from pipespec_model.spec import StageSpec
 
+from .prompts import eos_ids
 from .zoo import BUILT_IN, built_in_folder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -54,6 +61,16 @@ def load_tokenizer(model: str) -> Any:
             return AutoTokenizer.from_pretrained(locate(model))
         except (OSError, ValueError, KeyError) as error:
             raise _cannot_load(model, error) from None
+
+
+def end_of_sequence(model: str, tokenizer: Any) -> tuple[int, ...]:
+    """Where generation stops: the model's generation config says, and may name several ids that the
+    tokenizer does not; without one, the tokenizer."""
+    try:
+        found = eos_ids(GenerationConfig.from_pretrained(locate(model)))
+    except (OSError, ValueError):
+        found = ()
+    return found or eos_ids(tokenizer)
 
 
 def load_gguf(path: Path, dtype: str) -> tuple[Any, Any]:

@@ -90,8 +90,12 @@ def _from_json(line: str, where: str, number: int) -> Prompt:
     return Prompt(name, text, str(record.get("category", "")))
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
-    """Token ids by the tokenizer's chat template where it has one; end-of-sequence ids with them."""
+def encode(prompts: Sequence[Prompt], tokenizer: Any, eos: tuple[int, ...] | None = None) -> list[Prompt]:
+    """Token ids by the tokenizer's chat template where it has one.
+
+    eos : the end-of-sequence ids to stop at; None = the tokenizer's own
+    """
+    eos = eos_ids(tokenizer) if eos is None else eos
     out = []
     for prompt in prompts:
         if not prompt.text.strip():
@@ -103,12 +107,13 @@ def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
         else:
             ids = tokenizer(prompt.text)["input_ids"]
         out.append(Prompt(prompt.name, prompt.text, prompt.category, prompt.half,
-                          tuple(int(i) for i in ids), eos_ids(tokenizer)))
+                          tuple(int(i) for i in ids), eos))
     return out
 
 
-def eos_ids(tokenizer: Any) -> tuple[int, ...]:
-    one = getattr(tokenizer, "eos_token_id", None)
+def eos_ids(source: Any) -> tuple[int, ...]:
+    """Of a tokenizer or a generation config, either of which may name none, one or several."""
+    one = getattr(source, "eos_token_id", None)
     if one is None:
         return ()
     return tuple(one) if isinstance(one, list | tuple) else (int(one),)

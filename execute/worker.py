@@ -18,16 +18,15 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import numpy as np
-
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.protocol import Stage, Step
 from pipespec_model.spec import PipelineSpec, StageSpec
-from pipespec_model.trace import NO_PROMPT, StepRecord
+from pipespec_model.trace import StepRecord
 
 from .lookup import PromptLookup
 from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
+from .timing import measure, prime, uses_torch
 
 
 class Runner(Protocol):
@@ -104,7 +103,7 @@ class Worker:
             up=self.peers[stages[index - 1].name] if index > 0 else None,
             down=self.peers[stages[index + 1].name] if index + 1 < len(stages) else None,
         )
-        threads = set_threads(stages[index].threads, cores, torch_loaded=_uses_torch(self.runner))
+        threads = set_threads(stages[index].threads, cores, torch_loaded=uses_torch(self.runner))
         self.parent.send(("configured", threads))
 
     def on_prompt(self, job: Job) -> None:
@@ -141,7 +140,7 @@ class Worker:
 
     def on_probe(self, repeats: int) -> None:
         """The machine's speed now; no seconds where nothing computes."""
-        seconds = [self.runner.sweep_s() for _ in range(repeats)] if _uses_torch(self.runner) else []
+        seconds = [self.runner.sweep_s() for _ in range(repeats)] if uses_torch(self.runner) else []
         self.parent.send(("probed", seconds))
 
     def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
@@ -239,46 +238,6 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
         runner.begin_replay(job.agreement, place.index, job.number, block=place.pipeline.stages[place.index].block)
     else:
         runner.begin(job.prompt)
-
-
-def prime(runner: Any, prompt: list[int], text: list[int]) -> None:
-    """Fill the cache with ``prompt`` and run one step that is not counted."""
-    if isinstance(runner, ScriptedRunner):
-        nothing = Agreement("measure", len(prompt), ("",), np.zeros((1, 1), dtype=np.int64))
-        runner.begin_replay(nothing, 0, 0, block=False)
-        return
-    runner.begin(prompt)
-    if prompt and _uses_torch(runner):
-        runner.run([], Step("prefill", 0, 0, len(prompt), (), 1, 0, False))
-    if prompt:
-        measure(runner, prompt, 1, text)
-
-
-def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list[StepRecord]:
-    """One step of ``width`` tokens after ``prompt``; without a prompt, a prefill of that width.
-
-    The cut back to the prompt is timed apart, as kind ``rollback``.
-    """
-    context = len(prompt)
-    if not prompt and _uses_torch(runner):
-        runner.begin((text * (1 + width // len(text)))[:width])
-    sequence = [text[0]] if prompt else []
-    drafts = tuple(text[i % len(text)] for i in range(1, width)) if prompt else ()
-    step = Step("verify", len(sequence), context, width, drafts, width, 0, False)
-    start = time.perf_counter()
-    runner.forget(context)
-    middle = time.perf_counter()
-    runner.run(sequence, step)
-    end = time.perf_counter()
-    return [
-        StepRecord(prompt=NO_PROMPT, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
-                   context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0)
-        for kind, begun, ended in (("rollback", start, middle), ("measure" if prompt else "prefill", middle, end))
-    ]
-
-
-def _uses_torch(runner: Any) -> bool:
-    return not isinstance(runner, PromptLookup | ScriptedRunner)
 
 
 def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> int:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from conftest import chain, drive, stage
 
-from execute.loading import check_can_roll_back, load_model, load_tokenizer
+from execute.loading import check_can_roll_back, end_of_sequence, load_model, load_tokenizer
 from execute.torch_runner import TorchRunner
 from execute.vocabulary import check_same, common_vocabulary
 from pipespec_model.errors import InputError
@@ -144,3 +144,13 @@ def test_common_vocabulary_of_models(tiny) -> None:
     pair = [stage("near", tiny["near"]), stage("target", tiny["target"])]
     assert common_vocabulary([chain("autoregressive", pair[1:])]) is None
     assert common_vocabulary([chain("pipelined", pair)]) == 96
+
+
+def test_generation_config_says_where_to_stop(tmp_path: Path) -> None:
+    """A model that names several end-of-sequence ids stops at each; one that names none, at the tokenizer's."""
+    class Tokenizer:
+        eos_token_id = 9
+
+    assert end_of_sequence(str(tmp_path), Tokenizer()) == (9,)
+    transformers.GenerationConfig(eos_token_id=[3, 5]).save_pretrained(tmp_path)
+    assert end_of_sequence(str(tmp_path), Tokenizer()) == (3, 5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from execute.fleet import Fleet, available_cores
+from execute.fleet import Fleet
+from execute.host import available_cores
 from execute.loading import load_tokenizer
 from execute.prompts import built_in, encode
 from execute.scripted import Wrong

@@ -1,0 +1,1 @@
+"""Predictions held against measurements: rows, comparison and the report."""

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from execute.fleet import assign_cores, available_cores
-from execute.loading import DTYPES, load_tokenizer
+from execute.host import assign_cores, available_cores
+from execute.loading import DTYPES, end_of_sequence, load_tokenizer
 from execute.prompts import Prompt, built_in, encode, load_prompts
 from execute.zoo import BUILT_IN
 from pipespec_model.cli import print_json, progress_bar, run
@@ -58,8 +58,9 @@ def validate(
     open_folder(out, settings)
     free_space(out)
     tokenizer = load_tokenizer(target.model)
-    groups = [Group(rows, distinct_stages(rows), encode(calibration, tokenizer), encode(evaluation, tokenizer),
-                    tokens, settings.repeats, check_calibration_half=full)]
+    eos = end_of_sequence(target.model, tokenizer)
+    groups = [Group(rows, distinct_stages(rows), encode(calibration, tokenizer, eos),
+                    encode(evaluation, tokenizer, eos), tokens, settings.repeats, check_calibration_half=full)]
     if spec is None:
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
     bar, advance = progress_bar(sum(weight(group) for group in groups))

@@ -37,10 +37,12 @@ def write_report(data: dict[str, Any], out: Path, *, simulated: Trace, measured:
     environment.filters |= {"signed": signed, "span": span}
     template = environment.from_string(
         resources.files("validate").joinpath("report.html.j2").read_text(encoding="utf-8"))
+    bars = figures.throughput_bars(real)
+    (out / "throughput.svg").write_text(bars, encoding="utf-8")
     page = template.render(
         data=data, real=real, emulated=[row for row in data["rows"] if row["origin"] == "emulated"],
         describe=figures.describe, headline=headline(data, real), why=[(row, why(row)) for row in data["rows"]],
-        bars=figures.throughput_bars(real), scatter=figures.scatter(data["rows"]),
+        bars=bars, scatter=figures.scatter(data["rows"]),
         timelines=figures.timelines(simulated, measured), timeline_of=timeline_caption(measured),
     )
     (out / "report.html").write_text(page, encoding="utf-8")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from execute.calibrate import calibrate, record_agreement
-from execute.fleet import Fleet, host, new_trace, versions
+from execute.fleet import Fleet, new_trace
+from execute.host import host, versions
 from execute.prompts import Prompt
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError

@@ -1,0 +1,71 @@
+"""This machine: its cores, who gets which, and what a report says of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pipespec_model.errors import InputError
+from pipespec_model.spec import PipelineSpec
+
+
+def available_cores() -> list[int]:
+    """The cores of this container."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, ...]]:
+    """Cores of each stage.
+
+    In a pipeline stages that compute get cores of their own, target first; a chain's stages take
+    turns and share them; lookups and scripted stages hardly compute and float.  Raises InputError
+    where the threads do not fit.
+    """
+    cores = available_cores()
+    computing = [] if scripted else [s for s in pipeline.stages if not s.block and s.device == "cpu"]
+    for stage in pipeline.stages:
+        if stage.threads > len(cores):
+            raise InputError(f"stages[{stage.name}].threads", f"must be <= the {len(cores)} cores here", stage.threads)
+        missing = set(stage.cores or ()) - set(cores)
+        if missing:
+            raise InputError(f"stages[{stage.name}].cores", f"must be among {cores}", list(stage.cores or ()))
+    together = pipeline.strategy == "pipelined"
+    wanted = sum(stage.threads for stage in computing if stage.cores is None)
+    if together and wanted > len(cores):
+        raise InputError("threads", f"of the stages that compute together must sum to <= {len(cores)} cores", wanted)
+    placed: dict[str, tuple[int, ...]] = {}
+    free = list(cores)
+    for stage in reversed(computing):
+        if stage.cores is not None:
+            placed[stage.name] = stage.cores
+            continue
+        placed[stage.name] = tuple(free[: stage.threads])
+        if together:
+            free = free[stage.threads :]
+    return [placed.get(stage.name, tuple(cores)) for stage in pipeline.stages]
+
+
+def host() -> dict[str, Any]:
+    """What a report says of this machine."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {"cpu": model, "cores": len(available_cores()), "system": platform.system(),
+            "machine": platform.machine(), "python": platform.python_version()}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("pipespec", "torch", "transformers", "numpy", "simpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

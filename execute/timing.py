@@ -1,0 +1,56 @@
+"""Timing single steps of a runner, outside any generation."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from pipespec_model.agreement import Agreement
+from pipespec_model.protocol import Step
+from pipespec_model.trace import NO_PROMPT, StepRecord
+
+from .lookup import PromptLookup
+from .scripted import ScriptedRunner
+
+
+def prime(runner: Any, prompt: list[int], text: list[int]) -> None:
+    """Fill the cache with ``prompt`` and run one step that is not counted."""
+    if isinstance(runner, ScriptedRunner):
+        nothing = Agreement("measure", len(prompt), ("",), np.zeros((1, 1), dtype=np.int64))
+        runner.begin_replay(nothing, 0, 0, block=False)
+        return
+    runner.begin(prompt)
+    if prompt and uses_torch(runner):
+        runner.run([], Step("prefill", 0, 0, len(prompt), (), 1, 0, False))
+    if prompt:
+        measure(runner, prompt, 1, text)
+
+
+def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list[StepRecord]:
+    """One step of ``width`` tokens after ``prompt``; without a prompt, a prefill of that width.
+
+    The cut back to the prompt is timed apart, as kind ``rollback``.
+    """
+    context = len(prompt)
+    if not prompt and uses_torch(runner):
+        runner.begin((text * (1 + width // len(text)))[:width])
+    sequence = [text[0]] if prompt else []
+    drafts = tuple(text[i % len(text)] for i in range(1, width)) if prompt else ()
+    step = Step("verify", len(sequence), context, width, drafts, width, 0, False)
+    start = time.perf_counter()
+    runner.forget(context)
+    middle = time.perf_counter()
+    runner.run(sequence, step)
+    end = time.perf_counter()
+    return [
+        StepRecord(prompt=NO_PROMPT, stage=0, kind=kind, start_s=begun, duration_s=ended - begun, position=0,
+                   context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0)
+        for kind, begun, ended in (("rollback", start, middle), ("measure" if prompt else "prefill", middle, end))
+    ]
+
+
+def uses_torch(runner: Any) -> bool:
+    """Whether a runner computes."""
+    return not isinstance(runner, PromptLookup | ScriptedRunner)
