@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pipespec_model import metrics
-from pipespec_model.cli import print_json, progress_bar, run
+from pipespec_model.cli import make_folder, print_json, progress_bar, run
 from pipespec_model.errors import InputError
 from pipespec_model.profile import save_profile
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
@@ -39,7 +39,7 @@ def run_command(
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
     spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
     if out is not None:
-        _folder(out)
+        make_folder(out)
     with Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
         resolved = fleet.configure(spec)
         trace = new_trace(resolved, options={"max_new_tokens": max_new_tokens})
@@ -76,15 +76,18 @@ class Live:
         self._tokens: list[int] = []
         self._shown = ""
 
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+
     def __call__(self, tokens: list[int]) -> None:
         self._tokens += tokens
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text = self._text()
         if not text.endswith("�"):
             print(text[len(self._shown) :], end="", flush=True)
             self._shown = text
 
     def end(self) -> None:
-        print()
+        print(self._text()[len(self._shown) :])
 
 
 @app.command("calibrate")
@@ -97,8 +100,8 @@ def calibrate_command(
 ) -> None:
     """Measure step times, contention, costs and agreement of a pipeline; write profile.json."""
     spec, chosen, _ = _prepare(pipeline, load_prompts(prompts) if prompts else built_in("calibration")[::2])
-    _folder(out)
-    alone = PipelineSpec(strategy="autoregressive", stages=(spec.target,))
+    make_folder(out)
+    alone = PipelineSpec.alone(spec.target)
     wanted = [alone] if spec == alone else [alone, spec]
     bar, advance = progress_bar(8.0 * (len(chosen) + 1))
     with bar, Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
@@ -126,17 +129,9 @@ def _chosen(prompt: str | None, prompts: Path | None) -> list[Prompt]:
     return load_prompts(prompts) if prompts else [Prompt("prompt", prompt or "")]
 
 
-def _folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
-
-
 def _open(out: Path | None, spec: PipelineSpec, trace: Any) -> TraceWriter | None:
     if out is None:
         return None
-    _folder(out)
     dump_pipeline(spec, out / "pipeline.yaml")
     (out / "trace.jsonl").unlink(missing_ok=True)
     return TraceWriter(out / "trace.jsonl", trace)

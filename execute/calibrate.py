@@ -28,7 +28,7 @@ STEP_WIDTHS = {64: (1, 2, 3, 1, 4, 2, 8, 16), 160: (1, 2, 1, 4, 2, 3, 32)}  # by
 CONTEXTS = tuple(STEP_WIDTHS)  # alternately, a round each
 PREFILL_WIDTHS = (48, 96)
 TOGETHER_S = 0.8
-TOGETHER_WIDTHS = {"drafter": (1,), "verifier": (1, 2, 3, 2)}
+COMMON_WIDTHS = (1, 2, 3, 2)  # of a verifier; a drafter takes one token a step
 CHAIN_TOKENS = 12
 
 Tick = Callable[[str], None]
@@ -50,6 +50,8 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     -------
     profile, and the traces that it was fitted from
     """
+    for pipeline in pipelines:
+        fleet.check_fits(pipeline, prompts, max_new_tokens)
     text = list(prompts[0].tokens)
     watch = pipelines[0].target.name
     traces: list[Trace] = []
@@ -61,7 +63,10 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
         tick(f"calibration round {number + 1} of {len(prompts)}")
         context = CONTEXTS[number % len(CONTEXTS)]
         made = [_time_alone(fleet, stage, text, context) for stage in distinct_stages(pipelines)]
-        made += [_time_together(fleet, group, text) for group in computing_sets(pipelines)]
+        # Long enough for several steps of the slowest stage.
+        slowest = max(step.duration_s for trace in made for step in trace.steps if step.width <= max(COMMON_WIDTHS))
+        seconds = max(TOGETHER_S, 5 * slowest)
+        made += [_time_together(fleet, group, text, seconds) for group in computing_sets(pipelines)]
         scripted = agreements[number] if agreements else None
         made.append(_run(fleet, baseline, prompt, max_new_tokens, scripted))
         answers.append(made[-1].prompts[0].tokens)
@@ -114,7 +119,7 @@ def reference_runs(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:
     chain.  The first is the target of the first pipeline alone."""
     runs: dict[tuple[str, ...], PipelineSpec] = {}
     for stage in [pipeline.target for pipeline in pipelines]:
-        runs.setdefault((stage.time_key,), PipelineSpec(strategy="autoregressive", stages=(stage,)))
+        runs.setdefault((stage.time_key,), PipelineSpec.alone(stage))
     for pipeline in pipelines:
         if len(pipeline.stages) > 1:
             links = tuple(LinkSpec(lookahead=3, buffer_tokens=16, max_window=16) for _ in pipeline.links)
@@ -123,23 +128,19 @@ def reference_runs(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:
     return list(runs.values())
 
 
-def _single(stage: StageSpec) -> PipelineSpec:
-    return PipelineSpec(strategy="autoregressive", stages=(stage,))
-
-
 def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], context: int) -> Trace:
-    trace = new_trace(fleet.configure(_single(stage)))
+    trace = new_trace(fleet.configure(PipelineSpec.alone(stage)))
     trace.steps = fleet.measure({stage.name: STEP_WIDTHS[context]}, text, context=context)[stage.name]
     trace.steps += fleet.measure({stage.name: PREFILL_WIDTHS}, text, context=0)[stage.name]
     return trace
 
 
-def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int]) -> Trace:
+def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int], seconds: float) -> Trace:
     links = tuple(LinkSpec() for _ in group[1:])
     spec = fleet.configure(PipelineSpec(stages=tuple(group), links=links))
     trace = new_trace(spec, options={"together": True})
-    widths = {stage.name: TOGETHER_WIDTHS["verifier" if i else "drafter"] for i, stage in enumerate(group)}
-    measured = fleet.measure(widths, text, context=CONTEXTS[0], seconds=TOGETHER_S)
+    widths: dict[str, tuple[int, ...]] = {stage.name: COMMON_WIDTHS if i else (1,) for i, stage in enumerate(group)}
+    measured = fleet.measure(widths, text, context=CONTEXTS[0], seconds=seconds)
     for i, stage in enumerate(group):
         trace.steps += [replace(step, stage=i) for step in measured[stage.name]]
     return trace

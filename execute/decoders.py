@@ -97,8 +97,7 @@ def supported(model: Any) -> bool:
 
 
 def _fused(*linears: nn.Linear) -> nn.Linear:
-    """One linear layer whose output is the others' side by side; they keep views of its weight, so that
-    nothing is held twice."""
+    """One linear layer whose output is the others' side by side."""
     if len(linears) == 1:
         return linears[0]
     bias = linears[0].bias is not None
@@ -106,11 +105,15 @@ def _fused(*linears: nn.Linear) -> nn.Linear:
     out.weight = nn.Parameter(torch.cat([x.weight for x in linears]), requires_grad=False)
     if bias:
         out.bias = nn.Parameter(torch.cat([x.bias for x in linears]), requires_grad=False)
+    return out
+
+
+def _share(fused: nn.Linear, linears: Sequence[nn.Linear]) -> None:
+    """Make the parts' weights views of the fused one, so that nothing is held twice."""
     row = 0
     for linear in linears:
-        linear.weight.data = out.weight.data[row : row + linear.out_features]
+        linear.weight.data = fused.weight.data[row : row + linear.out_features]
         row += linear.out_features
-    return out
 
 
 class LlamaDecoder:
@@ -131,7 +134,10 @@ class LlamaDecoder:
 
         def made(*linears: nn.Linear) -> Linear:
             fused = _fused(*linears)
-            return int8_linear(fused) if int8 else fused
+            if int8:
+                return int8_linear(fused)
+            _share(fused, linears)
+            return fused
 
         self._layers = [
             (layer.input_layernorm.weight,

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -68,8 +69,6 @@ class Fleet:
     # -- processes ------------------------------------------------------------------------------
 
     def __enter__(self) -> Fleet:
-        # One thread budget a child, set inside it; the environment keeps libraries that read it at
-        # import from starting more.
         context = get_context("spawn")
         names = list(self.stages)
         ends: dict[str, dict[str, Connection]] = {name: {} for name in names}
@@ -203,7 +202,7 @@ class Fleet:
         agreement : what scripted stages replay; it may hold rows of other stages too
         """
         self.configure(pipeline)
-        self._check_fits(pipeline, prompt, max_new_tokens)
+        self.check_fits(pipeline, [prompt], max_new_tokens)
         self._runs += 1
         self._current = prompt.name
         names = [stage.name for stage in pipeline.stages]
@@ -243,10 +242,11 @@ class Fleet:
             counters=[outcome.counters for outcome in outcomes], category=prompt.category, repeat=repeat)
         return record, [step for outcome in outcomes for step in outcome.steps]
 
-    def _check_fits(self, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int) -> None:
-        if not prompt.tokens:
-            raise InputError(f"prompt {prompt.name!r}", "must not be empty")
-        for stage in pipeline.stages:
+    def check_fits(self, pipeline: PipelineSpec, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        """Refuse a prompt that is empty or too long for some stage."""
+        for prompt, stage in product(prompts, pipeline.stages):
+            if not prompt.tokens:
+                raise InputError(f"prompt {prompt.name!r}", "must not be empty")
             limit = self.context_limits[stage.name]
             needed = len(prompt.tokens) + max_new_tokens
             if limit is not None and needed > limit:
@@ -279,8 +279,8 @@ class Fleet:
     def probe_s(self, name: str, repeats: int = 2) -> float | None:
         """Seconds of a fixed piece of work on a stage's device: how fast the machine is now.
 
-        On a shared machine speed shifts by tens of percent for seconds at a time.  Measured beside
-        every run, the shift can be told from an error of the model.  None for a scripted stage.
+        On a shared machine speed shifts by tens of percent for seconds at a time; how much it did
+        during a calibration widens the forecast.  None for a scripted stage.
         """
         self._send(name, "probe", repeats)
         seconds = self._receive(name, "probed", timeout_s=60)[1]

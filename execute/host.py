@@ -12,7 +12,7 @@ from pipespec_model.spec import PipelineSpec
 
 
 def available_cores() -> list[int]:
-    """The cores of this container."""
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -35,10 +35,11 @@ def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, .
             raise InputError(f"stages[{stage.name}].cores", f"must be among {cores}", list(stage.cores or ()))
     together = pipeline.strategy == "pipelined"
     wanted = sum(stage.threads for stage in computing if stage.cores is None)
-    if together and wanted > len(cores):
-        raise InputError("threads", f"of the stages that compute together must sum to <= {len(cores)} cores", wanted)
     placed: dict[str, tuple[int, ...]] = {}
-    free = list(cores)
+    pinned = {core for stage in computing for core in stage.cores or ()} if together else set()
+    free = [core for core in cores if core not in pinned]
+    if together and wanted > len(free):
+        raise InputError("threads", f"of the stages that compute together must sum to <= {len(free)} cores", wanted)
     for stage in reversed(computing):
         if stage.cores is not None:
             placed[stage.name] = stage.cores

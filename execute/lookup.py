@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipespec_model.agreement import NO_PROPOSAL
 from pipespec_model.protocol import Step
-
-NO_PROPOSAL = -1
 
 
 class PromptLookup:

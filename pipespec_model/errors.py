@@ -1,7 +1,7 @@
 """The one error type for bad input: name, rule, value, mend.
 
-Commands print its text as one line and exit with status 2; nothing else is caught there, so any
-other exception is a bug and shows its traceback.
+Commands print its text as one line and exit with status 2.  Beside it only a failed stage and a
+failed write end so; any other exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations

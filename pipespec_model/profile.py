@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .acceptance import AcceptanceModel, acceptance_from_dict
+from .acceptance import IID, AcceptanceModel, acceptance_from_dict
 from .agreement import Agreement
 from .errors import InputError
 from .latency import LatencyModel, latency_from_dict, non_negative
@@ -118,6 +118,8 @@ class Profile:
         return Costs()
 
     def pair(self, drafter: StageSpec, verifier: StageSpec) -> AcceptanceModel:
+        if drafter.choice_key == verifier.choice_key:
+            return IID(1.0)
         for a, b in ((drafter.choice_key, verifier.choice_key), (drafter.name, verifier.name)):
             if f"{a}>{b}" in self.acceptance:
                 return self.acceptance[f"{a}>{b}"]

@@ -45,7 +45,7 @@ class StageSpec(Spec):
     quantize: Literal["int8", "4bit", "8bit"] | None = None
     threads: int = Field(default=1, ge=1)
     cores: tuple[int, ...] | None = None
-    max_ngram: int = Field(default=3, ge=1)
+    max_ngram: int = Field(default=3, ge=2)
 
     @property
     def block(self) -> bool:
@@ -134,6 +134,11 @@ class PipelineSpec(Spec):
     def label(self) -> str:
         """The field's notation, drafter first: ``{lookup,int8,full}``."""
         return "{" + ",".join(stage.name for stage in self.stages) + "}"
+
+    @classmethod
+    def alone(cls, stage: StageSpec) -> PipelineSpec:
+        """Autoregressive decoding by one stage."""
+        return cls(strategy="autoregressive", stages=(stage,))
 
     @classmethod
     def from_dict(cls, data: Any) -> PipelineSpec:

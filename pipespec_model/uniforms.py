@@ -1,8 +1,8 @@
 """Counter-based uniforms: every random number is a pure function of what it is for.
 
 The engines draw nothing of their own.  ``uniform(seed, prompt, stage, purpose, index)`` is the same
-number whoever asks, in whichever order, on however many workers, so two engines can be compared
-event by event and what-if rows differ by nothing but the question.
+number whoever asks, in whichever order, on however many workers, so runs can be compared event by
+event and what-if rows differ by nothing but the question.
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable
 pseudorandom number generators"), applied once per field.

@@ -11,9 +11,10 @@ import typer
 from scipy import stats
 
 from pipespec_model import metrics
-from pipespec_model.cli import print_json, run
+from pipespec_model.agreement import Agreement
+from pipespec_model.cli import make_folder, print_json, run
 from pipespec_model.errors import InputError
-from pipespec_model.profile import Profile, load_profile
+from pipespec_model.profile import Profile, load_profile, recorded
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import Trace, load_trace, save_trace
 
@@ -28,7 +29,7 @@ ProfileFile = Annotated[Path, typer.Option(help="profile.json of a calibration, 
 def run_command(
     pipeline: Annotated[Path, typer.Argument(help="pipeline YAML")],
     profile: ProfileFile,
-    num_prompts: Annotated[int, typer.Option(min=1, help="synthetic prompts a replication")] = 16,
+    num_prompts: Annotated[int, typer.Option(min=1, help="synthetic prompts a replication (recorded: all)")] = 16,
     num_tokens: Annotated[int, typer.Option(min=1, help="tokens a synthetic prompt")] = 256,
     replications: Annotated[int, typer.Option(min=1)] = 5,
     seed: Annotated[int, typer.Option()] = 0,
@@ -37,12 +38,16 @@ def run_command(
 ) -> None:
     """Throughput, speed-up, acceptance and use of each stage, with 90% intervals over replications."""
     spec, known = load_pipeline(pipeline), load_profile(profile)
-    traces = [_once(spec, known, num_prompts, num_tokens, seed + i) for i in range(replications)]
-    alone = PipelineSpec(strategy="autoregressive", stages=(spec.target,))
-    plain = [_once(alone, known, num_prompts, num_tokens, seed + i) for i in range(replications)]
+    traces, plain = [], []
+    for number in range(seed, seed + replications):
+        prompts = _prompts(spec, known, num_prompts=num_prompts, num_tokens=num_tokens, seed=number)
+        traces.append(simulate(spec, known, prompts, seed=number))
+        # The same texts, by the target alone.
+        target = [agreement.select([spec.target.choice_key]) for agreement in prompts]
+        plain.append(simulate(PipelineSpec.alone(spec.target), known, target, seed=number))
     result = figures(spec, traces, plain)
     if out is not None:
-        _folder(out)
+        make_folder(out)
         dump_pipeline(spec, out / "pipeline.yaml")
         save_trace(traces[0], out / "trace.jsonl")
     if json_:
@@ -51,9 +56,13 @@ def run_command(
         _show(result)
 
 
-def _once(spec: PipelineSpec, profile: Profile, num_prompts: int, num_tokens: int, seed: int) -> Trace:
-    agreements = agreements_for(spec, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
-    return simulate(spec, profile, agreements, seed=seed)
+def _prompts(spec: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int, seed: int) -> list[Agreement]:
+    """A replication's prompts: synthetic ones, or the recorded ones resampled, so that the interval over
+    replications holds the luck of the prompts either way."""
+    found = agreements_for(spec, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
+    if not recorded(profile, spec):
+        return found
+    return [found[i] for i in np.random.default_rng(seed).integers(0, len(found), size=len(found))]
 
 
 def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict[str, Any]:
@@ -71,6 +80,7 @@ def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict
             "wasted": _mean([metrics.ratio(x.wasted, x.drafted) for x in total])})
     return {
         "pipeline": spec.label, "strategy": spec.strategy, "replications": len(traces),
+        "num_prompts": len(traces[0].prompts), "num_tokens": sum(len(p.tokens) for p in traces[0].prompts),
         "tokens_per_s": _mean(speeds),
         "speedup": _mean([a / b if b else None for a, b in zip(speeds, baseline, strict=True)]),
         "mean_acceptance_length": _mean([metrics.mean_acceptance_length(trace) for trace in traces]),
@@ -138,20 +148,14 @@ def trace_command(
     else:
         assert pipeline is not None
         assert profile is not None
-        shown = _once(load_pipeline(pipeline), load_profile(profile), 4, 128, 0)
-    _folder(out)
+        spec, known = load_pipeline(pipeline), load_profile(profile)
+        shown = simulate(spec, known, agreements_for(spec, known, num_prompts=4, num_tokens=128, seed=0))
+    make_folder(out)
     for name in ("timeline.png", "timeline.svg"):
         save_timeline([shown], out / name, prompt=prompt, num_tokens=num_tokens)
     save_chrome_trace(shown, out / "trace.chrome.json")
     save_trace(shown, out / "trace.jsonl")
     print(out / "timeline.png")
-
-
-def _folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out}", f"must be a writable folder ({error.strerror})") from None
 
 
 def main(args: list[str] | None = None) -> None:

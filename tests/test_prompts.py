@@ -106,3 +106,18 @@ def test_end_ids(ids: object, expected: tuple[int, ...]) -> None:
         eos_token_id = ids
 
     assert eos_ids(Tokenizer()) == expected
+
+
+def test_one_prompt_a_category_still_makes_two_halves(tmp_path: Path) -> None:
+    """Categories begin with either half in turn, so neither half stays empty."""
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"task_id": "t{i}", "prompt": "x", "category": "c{i}"}}\n' for i in range(3)))
+    assert {prompt.half for prompt in load_prompts(path)} == {"calibration", "evaluation"}
+
+
+def test_two_prompts_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Results are kept by prompt name, so a name must be there once."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"task_id": "t", "prompt": "x"}\n{"task_id": "t", "prompt": "y"}\n')
+    with pytest.raises(InputError, match="must name every prompt differently, got 't'"):
+        load_prompts(path)

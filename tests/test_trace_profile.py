@@ -285,3 +285,9 @@ def test_what_a_profile_lacks_is_named_with_its_mend():
     with pytest.raises(InputError, match=r"profile\.acceptance\[small>big\] must be there: calibrate"):
         empty.pair(*SPEC.stages)
     assert empty.stage_costs(SPEC.stages[0]) == Costs()
+
+
+def test_a_stage_always_agrees_with_its_like():
+    """Two stages that choose alike need no recorded pair: they agree with probability 1."""
+    model = Profile({}).pair(SPEC.stages[0], SPEC.stages[0])
+    assert model.mean_emitted(3) == 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from simulate.run import simulate
 from .compare import replay_set
 from .report import write_report
 from .rows import Row, real_rows
-from .run import Group, Settings, distinct_stages, emulated_group, finish, free_space, open_folder, run_group, weight
+from .run import Group, Settings, emulated_group, finish, free_space, open_folder, processes_for, run_group, weight
 
 app = typer.Typer(add_completion=False)
 
@@ -32,18 +33,20 @@ def validate(
     pipeline: Annotated[Path | None, typer.Argument(help="pipeline YAML; without it the built-in rows")] = None,
     prompts: Annotated[Path | None, typer.Option(help="text, or JSON Lines of Spec-Bench, HumanEval, GSM8K")] = None,
     out: Annotated[Path, typer.Option(help="output folder; an interrupted run goes on there")] = Path("pipespec-out"),
-    model: Annotated[str, typer.Option(help="Hugging Face id, local folder, GGUF file or built-in name")] = BUILT_IN,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    model: Annotated[str | None, typer.Option(help="Hugging Face id, folder, GGUF file or built-in name")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
     full: Annotated[bool, typer.Option("--full", help="all prompts and 64 tokens: up to 15 minutes")] = False,
     tolerance: Annotated[float | None, typer.Option(help="exit 1 if the mean timing error is above this, in %")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the report as one JSON document on stdout")] = False,
 ) -> int:
     """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
     begun = time.monotonic()
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise InputError("--dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    if pipeline and (model or dtype):
+        raise InputError("--model and --dtype", "must not be given with a pipeline file", mend="write them in the file")
     spec = load_pipeline(pipeline) if pipeline else None
-    rows = custom_rows(spec) if spec else real_rows(model, dtype, len(available_cores()))
+    rows = custom_rows(spec) if spec else real_rows(model or BUILT_IN, dtype or "float32", len(available_cores()))
     for row in rows:
         assign_cores(row.pipeline, scripted=False)
     chosen = load_prompts(prompts) if prompts else built_in()
@@ -54,12 +57,13 @@ def validate(
         model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2 if full else 3, full=full,
         emulated_prompts=12 if full else 8, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
+        prompts_sha256=hashlib.sha256("\0".join(p.text for p in chosen).encode()).hexdigest(),
         rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows])
     open_folder(out, settings)
     free_space(out)
     tokenizer = load_tokenizer(target.model)
     eos = end_of_sequence(target.model, tokenizer)
-    groups = [Group(rows, distinct_stages(rows), encode(calibration, tokenizer, eos),
+    groups = [Group(rows, processes_for(rows), encode(calibration, tokenizer, eos),
                     encode(evaluation, tokenizer, eos), tokens, settings.repeats, check_calibration_half=full)]
     if spec is None:
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
@@ -81,7 +85,7 @@ def validate(
 def custom_rows(spec: PipelineSpec) -> list[Row]:
     """The user's pipeline, and its target alone to compare with."""
     target = spec.target.model_copy(update={"threads": 1, "cores": None})
-    alone = Row("autoregressive-1", PipelineSpec(strategy="autoregressive", stages=(target,)), "the baseline")
+    alone = Row("autoregressive-1", PipelineSpec.alone(target), "the baseline")
     return [alone] if spec == alone.pipeline else [alone, Row("pipeline", spec, "the given pipeline")]
 
 

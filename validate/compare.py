@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipespec_model import closed_form, metrics
-from pipespec_model.acceptance import Markov
+from pipespec_model.acceptance import IID, Markov
 from pipespec_model.agreement import Agreement
 from pipespec_model.latency import undisturbed
 from pipespec_model.profile import Profile, pairs, recorded
@@ -61,7 +61,7 @@ def closed_form_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float 
         return closed_form.autoregressive_tokens_per_s(target.mean_s(1, context))
     drafter, verifier, link = pairs(pipeline)[-1]
     model = profile.pair(drafter, verifier)
-    assert isinstance(model, Markov)
+    assert isinstance(model, Markov | IID)
     alpha, window = model.acceptance_rate, link.lookahead
     if pipeline.strategy == "pipelined":
         return closed_form.pipelined_tokens_per_s(alpha, window, target.mean_s(window + 1, context))
@@ -148,7 +148,7 @@ def percent(value: float | None, measured: float) -> float | None:
 
 
 def noise_percent(trace: Trace) -> float | None:
-    """Difference of the throughput between the first two repeats: no model can be closer."""
+    """Difference of the throughput between the first two repeats: what the machine does not repeat."""
     rates = [metrics.tokens_per_s([p for p in trace.prompts if p.repeat == repeat]) for repeat in (0, 1)]
     if rates[0] is None or rates[1] is None:
         return None

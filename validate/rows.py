@@ -37,11 +37,11 @@ def real_rows(model: str, dtype: str, num_cores: int) -> list[Row]:
     full = StageSpec(name="full", model=model, dtype=dtype)
     lookup = StageSpec(name="lookup", model=model, drafter="prompt-lookup", dtype=dtype)
     int8 = StageSpec(name="int8", model=model, quantize="int8")
-    rows = [Row("autoregressive-1", PipelineSpec(strategy="autoregressive", stages=(full,)), "the baseline")]
+    rows = [Row("autoregressive-1", PipelineSpec.alone(full), "the baseline")]
     both = min(2, num_cores)
     full_2, int8_2 = (s.model_copy(update={"threads": both}) for s in (full, int8))
     if both == 2:
-        rows.append(Row("autoregressive-2", PipelineSpec(strategy="autoregressive", stages=(full_2,)),
+        rows.append(Row("autoregressive-2", PipelineSpec.alone(full_2),
                         "the same cores as the pipelines"))
     rows += [
         Row("speculative-int8", chain((int8_2, full_2), 3), "both cores for each stage in turn"),

@@ -17,6 +17,7 @@ from execute.calibrate import calibrate, record_agreement
 from execute.fleet import Fleet, new_trace
 from execute.host import host, versions
 from execute.prompts import Prompt
+from execute.vocabulary import common_vocabulary
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.profile import Profile, load_profile, save_profile
@@ -26,6 +27,7 @@ from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
 from .compare import Prediction, compare, identity, predict, summarise
 from .rows import Row, emulated_agreements, emulated_rows, emulated_scripts, emulated_stages
 
+ROUGH_TOKEN_S = 0.055  # for the progress bar alone
 Advance = Callable[[str, float], None]
 """Progress: what begins now, and how much of the whole (in rough seconds) has just ended."""
 
@@ -43,6 +45,7 @@ class Settings:
     emulated_tokens: int
     calibration_prompts: list[str]
     evaluation_prompts: list[str]
+    prompts_sha256: str
     rows: list[dict[str, Any]]
 
 
@@ -82,7 +85,7 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
                  calibration_agreements=before, evaluation_agreements=after)
 
 
-def distinct_stages(rows: Sequence[Row]) -> list[StageSpec]:
+def processes_for(rows: Sequence[Row]) -> list[StageSpec]:
     """One process a stage name, whatever its threads."""
     found: dict[str, StageSpec] = {}
     for row in rows:
@@ -106,9 +109,8 @@ def open_folder(out: Path, settings: Settings) -> None:
 
 def weight(group: Group) -> float:
     """Rough seconds of a group, for the progress bar."""
-    per_token = 0.055
     runs = len(group.evaluation) * group.repeats + len(group.calibration) * group.check_calibration_half
-    return 10.0 * len(group.calibration) + len(group.rows) * runs * group.max_new_tokens * per_token + 10.0
+    return 10.0 * len(group.calibration) + len(group.rows) * runs * group.max_new_tokens * ROUGH_TOKEN_S + 10.0
 
 
 def run_group(group: Group, out: Path, advance: Advance) -> None:
@@ -118,7 +120,10 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
     pipelines = [row.pipeline for row in group.rows]
     profile_file, prediction_file = out / f"profile-{kind}.json", out / f"predictions-{kind}.json"
     advance(f"starting {len(group.stages)} {kind} stage processes", 0.0)
-    with Fleet(group.stages, scripts=scripts) as fleet:
+    vocabulary = None if group.emulated else common_vocabulary(pipelines)
+    with Fleet(group.stages, scripts=scripts, vocabulary=vocabulary) as fleet:
+        for pipeline in pipelines:
+            fleet.check_fits(pipeline, [*group.calibration, *group.evaluation], group.max_new_tokens)
         if not prediction_file.exists():
             advance("calibrating", 10.0)
             profile, traces = calibrate(
@@ -163,7 +168,7 @@ def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: S
                         writers[row.name].append(*made)
                         traces[row.name].add(*made)
                     advance(f"measuring {row.pipeline.strategy} {row.pipeline.label}, repeat {repeat + 1}",
-                            group.max_new_tokens * 0.055)
+                            group.max_new_tokens * ROUGH_TOKEN_S)
     finally:
         for writer in writers.values():
             writer.close()
