@@ -12,7 +12,6 @@ import numpy as np
 from pipespec_model import closed_form, metrics
 from pipespec_model.acceptance import IID, Markov
 from pipespec_model.agreement import Agreement
-from pipespec_model.latency import undisturbed
 from pipespec_model.profile import Profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, Trace
@@ -120,18 +119,18 @@ def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile,
 
 
 def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
-    """Per stage and kind of step: how many a repeat and how long, measured and replayed.  Shows where
-    an error comes from: wrong times, or wrong counts."""
-    repeats = 1 + max((p.repeat for p in measured.prompts), default=0)
+    """Per stage and kind of step: how many, and their mean time, measured (in each prompt's fastest
+    repeat) and replayed.  Shows where an error comes from: wrong times, or wrong counts."""
+    best = {prompt.prompt for prompt in best_of_repeats(measured.prompts)}
     out = []
     for i, stage in enumerate(measured.pipeline["stages"]):
         for kind in ("prefill", "draft", "decode", "verify"):
-            here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind]
+            here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind and s.prompt in best]
             there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
             if here and there:
                 out.append({
-                    "stage": stage["name"], "kind": kind, "measured_count": len(here) / repeats,
-                    "replayed_count": len(there), "measured_s": undisturbed(here),
+                    "stage": stage["name"], "kind": kind, "measured_count": len(here),
+                    "replayed_count": len(there), "measured_s": float(np.mean(here)),
                     "replayed_s": float(np.mean(there))})
     return out
 

@@ -120,6 +120,8 @@ def why(row: dict[str, Any]) -> str:
     if not parts:
         return "No steps to compare."
     _, item, off = max(parts, key=lambda part: part[0])
+    if abs(off) < 0.01:
+        return "Step times agree within 1%; the stages waited for each other for longer or shorter than replayed."
     more = "longer" if off > 0 else "shorter"
     text = (f"Mostly {item['stage']}'s {item['kind']} steps: {item['measured_s'] * 1e3:.1f} ms in the run, "
             f"{abs(off) * 100:.0f}% {more} than replayed ({item['replayed_s'] * 1e3:.1f} ms)")
