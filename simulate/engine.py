@@ -142,7 +142,9 @@ class PromptRun:
                 yield self.wake[i]
                 continue
             if self.env.now < ready:
+                # Decide when the turnaround is over, with what arrives meanwhile.
                 yield self.env.timeout(ready - self.env.now)
+                continue
             tokens = self._tokens(i, step)
             start = self.env.now
             self._note(i, f"start {step.kind}", step.position)
