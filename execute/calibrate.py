@@ -2,8 +2,8 @@
 
 Per stage: step time against width and context, alone; prefill; the cost of a rollback.  Per set of
 stages that compute at once: the same steps while the others run.  Between steps: turnaround and
-hand-over, from short autoregressive and synchronous runs.  Per prompt: each stage's own choices
-along the target's output.  Everything is kept as traces, and ``pipespec_model.fit`` makes the profile.
+hand-over, from short runs of every strategy.  Per prompt: each stage's own choices along the
+target's output.  Everything is kept as traces, and ``pipespec_model.fit`` makes the profile.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ CONTEXTS = tuple(STEP_WIDTHS)  # alternately, a round each
 PREFILL_WIDTHS = (48, 96)
 TOGETHER_S = 0.8
 COMMON_WIDTHS = (1, 2, 3, 2)  # of a verifier; a drafter takes one token a step
-CHAIN_TOKENS = 12
+GAP_TOKENS = 16  # of the short runs that show the gaps between steps
 
 Tick = Callable[[str], None]
 
 
 def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence[Prompt], *, max_new_tokens: int,
-              agreements: Sequence[Agreement] | None = None, tick: Tick = lambda _: None,
-              ) -> tuple[Profile, list[Trace]]:
-    """Calibrate every stage of ``pipelines``, in as many rounds as there are prompts.
+              rounds: int | None = None, agreements: Sequence[Agreement] | None = None,
+              tick: Tick = lambda _: None) -> tuple[Profile, list[Trace]]:
+    """Calibrate every stage of ``pipelines``.
 
     Each round measures everything once: on a shared machine speed shifts for seconds at a time, and
     what is measured minutes apart cannot be compared.
 
     prompts : the calibration half, encoded
-    agreements : the scripted stages' tokens, one a prompt; None = record the models' own
+    rounds : of timing, a prompt each; None = one a prompt.  Agreement is recorded of every prompt
+    agreements : the scripted stages' tokens, at least one a round; None = record the models' own
     tick : called with a few words as each part begins
 
     Returns
@@ -56,11 +57,10 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     watch = pipelines[0].target.name
     traces: list[Trace] = []
     answers: list[list[int]] = []
+    timed = prompts[:rounds]
     baseline, *others = reference_runs(pipelines)
-    # A chain that is no row itself is run for its gaps alone, once.
-    rows = {tuple(stage.time_key for stage in p.stages) for p in pipelines if p.strategy != "pipelined"}
-    for number, prompt in enumerate(prompts):
-        tick(f"calibration round {number + 1} of {len(prompts)}")
+    for number, prompt in enumerate(timed):
+        tick(f"calibration round {number + 1} of {len(timed)}")
         context = CONTEXTS[number % len(CONTEXTS)]
         made = [_time_alone(fleet, stage, text, context) for stage in distinct_stages(pipelines)]
         # Long enough for several steps of the slowest stage.
@@ -70,9 +70,7 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
         scripted = agreements[number] if agreements else None
         made.append(_run(fleet, baseline, prompt, max_new_tokens, scripted))
         answers.append(made[-1].prompts[0].tokens)
-        for pipeline in others:
-            if number == 0 or tuple(stage.time_key for stage in pipeline.stages) in rows:
-                made.append(_run(fleet, pipeline, prompt, min(CHAIN_TOKENS, max_new_tokens), scripted))
+        made += [_run(fleet, other, prompt, min(GAP_TOKENS, max_new_tokens), scripted) for other in others]
         for trace in made:
             trace.options["round"] = number
             if (probe := fleet.probe_s(watch)) is not None:
@@ -80,6 +78,8 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
         traces += made
     if agreements is None:
         tick("recording each stage's own choices on calibration prompts")
+        answers += [fleet.run_prompt(baseline, prompt, max_new_tokens=max_new_tokens)[0].tokens
+                    for prompt in prompts[len(timed):]]
         agreements = record_agreement(fleet, pipelines, prompts, answers, max_new_tokens=max_new_tokens)
     return fit(traces, agreements, source=f"{len(prompts)} calibration prompts"), traces
 
@@ -115,16 +115,18 @@ def computing_sets(pipelines: Iterable[PipelineSpec]) -> list[tuple[StageSpec, .
 
 
 def reference_runs(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:
-    """Runs in which a gap between steps has one cause: each target alone, each set of stages as a
-    chain.  The first is the target of the first pipeline alone."""
+    """Short runs that show the gaps between steps: each target alone, and each strategy on each set of
+    stages, with windows that make every stage wait at times.  The first is the target of the first
+    pipeline alone."""
     runs: dict[tuple[str, ...], PipelineSpec] = {}
-    for stage in [pipeline.target for pipeline in pipelines]:
-        runs.setdefault((stage.time_key,), PipelineSpec.alone(stage))
     for pipeline in pipelines:
-        if len(pipeline.stages) > 1:
-            links = tuple(LinkSpec(lookahead=3, buffer_tokens=16, max_window=16) for _ in pipeline.links)
-            chain = PipelineSpec(strategy="speculative", stages=pipeline.stages, links=links)
-            runs.setdefault(tuple(stage.time_key for stage in pipeline.stages), chain)
+        alone = PipelineSpec.alone(pipeline.target)
+        runs.setdefault((alone.strategy, alone.target.time_key), alone)
+    for pipeline in pipelines:
+        lookahead, buffer = (1, 4) if pipeline.strategy == "pipelined" else (3, 16)
+        link = LinkSpec(lookahead=lookahead, buffer_tokens=buffer, max_window=buffer)
+        short = pipeline.model_copy(update={"links": (link,) * len(pipeline.links)})
+        runs.setdefault((pipeline.strategy, *(stage.time_key for stage in pipeline.stages)), short)
     return list(runs.values())
 
 

@@ -5,8 +5,7 @@ What is read from which record:
 * step and prefill times from the steps of stages that computed alone,
 * rates of stages that take turns from synchronous traces, likewise,
 * contention from traces marked ``together``: the alone time of the same steps / their time there,
-* costs between steps from traces of generation: autoregressive and synchronous ones, where a gap has
-  one cause.
+* costs between steps from traces of generation, for each strategy its own.
 
 Every trace may carry ``options["probe_s"]``, the machine's speed probe beside it, and
 ``options["round"]``: a calibration goes round and round all that it measures, so that a shift of the
@@ -15,10 +14,10 @@ machine's speed touches everything alike.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,14 @@ import numpy as np
 from .acceptance import AcceptanceModel, Markov
 from .agreement import NO_PROPOSAL, Agreement
 from .errors import InputError
-from .latency import Table, fit_table, undisturbed
-from .profile import Contention, Costs, Profile, StageLatency
-from .spec import PipelineSpec, StageSpec
+from .latency import Observed, fit_line, fit_table, undisturbed
+from .profile import Contention, Costs, Profile, StageLatency, costs_key
+from .spec import PipelineSpec, Strategy
 from .trace import StepRecord, Trace
 
 STEP_KINDS = {"measure", "draft", "verify", "decode"}
+Sample = tuple[tuple[int, int], StepRecord]
+"""A step and its block: which prompt of which trace."""
 
 
 def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: str = "") -> Profile:
@@ -45,23 +46,22 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
     Raises InputError when no stage can be timed.
     """
     traces = list(traces)
-    steps: dict[str, list[StepRecord]] = defaultdict(list)
-    prefills: dict[str, list[StepRecord]] = defaultdict(list)
+    steps: dict[str, list[Sample]] = defaultdict(list)
+    prefills: dict[str, list[Sample]] = defaultdict(list)
     rollbacks: dict[str, list[float]] = defaultdict(list)
-    specs: dict[str, StageSpec] = {}
-    for trace in traces:
+    for number, trace in enumerate(traces):
         stages = PipelineSpec.from_dict(trace.pipeline).stages
-        specs |= {stage.time_key: stage for stage in stages}
         if trace.options.get("together"):
             continue
         for i, stage in enumerate(stages):
             if len(stages) > 1 and not stage.block:
                 continue  # not alone; a lookup disturbs nobody and is timed where it runs
             mine = [step for step in trace.steps if step.stage == i and not step.includes_wait]
-            steps[stage.time_key] += [step for step in mine if step.kind in STEP_KINDS]
-            prefills[stage.time_key] += [step for step in mine if step.kind == "prefill"]
+            key = stage.time_key
+            steps[key] += [((number, step.prompt), step) for step in mine if step.kind in STEP_KINDS]
+            prefills[key] += [((number, step.prompt), step) for step in mine if step.kind == "prefill"]
             cuts = [step for step in mine if step.kind == "rollback" and step.width > 1]
-            rollbacks[stage.time_key] += [step.duration_s for step in cuts]
+            rollbacks[key] += [step.duration_s for step in cuts]
     latency = {key: _stage_latency(found, prefills[key]) for key, found in steps.items() if found}
     if not latency:
         raise InputError("trace", "must hold the steps of at least one stage")
@@ -76,16 +76,16 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
     )
 
 
-def _stage_latency(steps: list[StepRecord], prefills: list[StepRecord]) -> StageLatency:
-    def table(found: list[StepRecord]) -> Table:
-        return fit_table([s.width for s in found], [s.context for s in found], [s.duration_s for s in found])
-
-    return StageLatency(table(steps), table(_merged(prefills)) if prefills else None)
-
-
-def _merged(prefills: list[StepRecord]) -> list[StepRecord]:
-    """Prefill widths are all different; bin them to 16 tokens so that each mean has some data."""
-    return [replace(step, width=max(16, round(step.width / 16) * 16)) for step in prefills]
+def _stage_latency(steps: list[Sample], prefills: list[Sample]) -> StageLatency:
+    blocks = {block: i for i, block in enumerate(dict.fromkeys(block for block, _ in steps))}
+    table, slow = fit_table(Observed(
+        np.array([step.width for _, step in steps]), np.array([step.context for _, step in steps]),
+        np.array([step.duration_s for _, step in steps]), np.array([blocks[block] for block, _ in steps])))
+    if not prefills:
+        return StageLatency(table)
+    return StageLatency(table, fit_line(
+        [step.width for _, step in prefills],
+        [step.duration_s / slow.get(blocks.get(block, -1), 1.0) for block, step in prefills]))
 
 
 def _rates(traces: list[Trace], latency: dict[str, StageLatency]) -> tuple[Contention, ...]:
@@ -121,44 +121,79 @@ def _speed(traces: list[Trace]) -> dict[str, Any]:
 
 
 def _costs(traces: list[Trace], rollback_s: dict[str, float]) -> dict[str, Costs]:
-    start: dict[str, list[float]] = defaultdict(list)
-    turnaround: dict[str, list[float]] = defaultdict(list)
-    handover: dict[str, list[float]] = defaultdict(list)
+    """By strategy and stage: a stage of a pipeline talks to its neighbours after every step, so its
+    gaps are not those of a chain."""
+    gaps: dict[Strategy, Gaps] = defaultdict(Gaps)
+    pooled = Gaps()
+    stages: dict[Strategy, set[str]] = defaultdict(set)
     for trace in traces:
         if trace.options.get("together"):
             continue
         spec = PipelineSpec.from_dict(trace.pipeline)
-        if spec.strategy == "pipelined":
-            continue  # stages overlap there: a gap may have several causes
         for prompt in trace.prompts:
-            timeline = sorted((s for s in trace.steps if s.prompt == prompt.prompt and s.start_s is not None),
-                              key=lambda s: s.start_s or 0.0)
-            _gaps(timeline, spec, start, turnaround, handover)
-    keys = set(start) | set(turnaround) | set(handover) | set(rollback_s)
-
-    def typical(found: dict[str, list[float]], key: str) -> float:
-        return max(0.0, float(np.median(found[key]))) if found.get(key) else 0.0
-
-    # A stage that always waits for another shows no start of its own: the first stage's serves.
-    general = float(np.median([x for found in start.values() for x in found])) if start else 0.0
+            timed = [s for s in trace.steps if s.prompt == prompt.prompt and s.start_s is not None]
+            gaps[spec.strategy].add(spec, timed)
+            pooled.add(spec, timed)
+            stages[spec.strategy].update(stage.time_key for stage in spec.stages)
     return {
-        key: Costs(start_s=typical(start, key) or general, turnaround_s=typical(turnaround, key),
-                   handover_s=typical(handover, key), rollback_s=rollback_s.get(key, 0.0))
-        for key in keys
+        costs_key(strategy, key): found.costs(key, rollback_s.get(key, 0.0), pooled)
+        for strategy, found in gaps.items() for key in sorted(stages[strategy])
     }
 
 
-def _gaps(timeline: list[StepRecord], spec: PipelineSpec, start: dict[str, list[float]],
-          turnaround: dict[str, list[float]], handover: dict[str, list[float]]) -> None:
-    keys = [stage.time_key for stage in spec.stages]
-    if timeline:
-        start[keys[timeline[0].stage]].append(timeline[0].start_s or 0.0)
-    for before, after in pairwise(timeline):
-        gap = (after.start_s or 0.0) - (before.start_s or 0.0) - before.duration_s
-        if after.stage == before.stage:
-            turnaround[keys[after.stage]].append(gap)
-        else:
-            handover[keys[after.stage]].append(gap / abs(after.stage - before.stage))
+@dataclass
+class Gaps:
+    """Seconds between steps, by the stage key of the step that follows."""
+
+    start: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    turnaround: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    handover: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, spec: PipelineSpec, steps: list[StepRecord]) -> None:
+        """Book the gaps of one prompt.
+
+        A gap counts from what was waited for: the last step of another stage that ended within it (in
+        a pipeline, of a neighbour), or else the stage's own step before.
+        """
+        pipelined = spec.strategy == "pipelined"
+        by_stage = [sorted((s for s in steps if s.stage == i), key=_start) for i in range(len(spec.stages))]
+        ends = [[_start(step) + step.duration_s for step in mine] for mine in by_stage]
+        for i, (stage, mine) in enumerate(zip(spec.stages, by_stage, strict=True)):
+            key, own = stage.time_key, -1.0
+            near = {i - 1, i + 1} & set(range(len(ends))) if pipelined else set(range(len(ends))) - {i}
+            for step, next_own in zip(mine, ends[i], strict=True):
+                end, sender = max(((_last(ends[j], _start(step)), j) for j in near), default=(-1.0, i))
+                if own < 0 and (pipelined or end < 0):
+                    self.start[key].append(_start(step))
+                elif end > own:
+                    self.handover[key].append((_start(step) - end) / abs(sender - i))
+                else:
+                    self.turnaround[key].append(_start(step) - own)
+                own = next_own
+
+    def costs(self, key: str, rollback_s: float, pooled: Gaps) -> Costs:
+        """Of stage ``key``; what these runs did not show is taken from those of other strategies."""
+        # A stage that always waits for another shows no start of its own: the first stage's serves.
+        start = self.start.get(key) or [x for found in self.start.values() for x in found]
+        turnaround = self.turnaround.get(key) or pooled.turnaround.get(key, [])
+        handover = self.handover.get(key) or pooled.handover.get(key, [])
+        # Of a wait that the last message did not end, only part is hand-over: the short ones are whole.
+        return Costs(start_s=_quantile(start, 0.5), turnaround_s=_quantile(turnaround, 0.5),
+                     handover_s=_quantile(handover, 0.25), rollback_s=rollback_s)
+
+
+def _start(step: StepRecord) -> float:
+    return step.start_s or 0.0
+
+
+def _last(ends: list[float], before: float) -> float:
+    """The last of ``ends`` (increasing) that is not after ``before``; -1 = none."""
+    found = bisect_right(ends, before)
+    return ends[found - 1] if found else -1.0
+
+
+def _quantile(values: list[float], at: float) -> float:
+    return max(0.0, float(np.quantile(values, at))) if values else 0.0
 
 
 def _acceptance(agreement: Sequence[Agreement]) -> dict[str, AcceptanceModel]:

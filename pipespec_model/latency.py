@@ -218,32 +218,78 @@ def undisturbed(values: Sequence[float] | NDArray[Any]) -> float:
     return float(found[found <= DISTURBED * np.quantile(found, 0.25)].mean())
 
 
-def fit_table(widths: Sequence[int], contexts: Sequence[int], seconds: Sequence[float], *,
-              num_quantiles: int = 33) -> Table:
-    """A table of undisturbed step times: one value a width, and one common slope in context.
+@dataclass(frozen=True)
+class Observed:
+    """Step times as measured, one entry a step.  Steps of one ``block`` were taken within a second or
+    so of each other, with the machine at one speed."""
 
-    Parameters
-    ----------
-    widths, contexts, seconds : one entry a measured step
+    widths: NDArray[Any]
+    contexts: NDArray[Any]
+    seconds: NDArray[Any]
+    blocks: NDArray[Any]
+
+
+def slowness(found: Observed) -> dict[Any, float]:
+    """By block, how many times slower than undisturbed the machine was.
+
+    Log time is a value of the width plus a value of the block, found by turns of medians (Tukey's
+    median polish): the widths within a block share its disturbance, so few samples of a width suffice.
+    """
+    log_s, widths, blocks = np.log(found.seconds), found.widths, found.blocks
+    by_block = np.zeros(len(log_s))
+    for _ in range(10):
+        by_width = _medians(log_s - by_block, widths)
+        by_block = _medians(log_s - by_width, blocks)
+    level = np.log(undisturbed(np.exp(log_s - by_width)))
+    return {block: float(np.exp(by_block[blocks == block][0] - level)) for block in np.unique(blocks)}
+
+
+def _medians(values: NDArray[Any], groups: NDArray[Any]) -> NDArray[Any]:
+    """Each entry replaced by its group's median."""
+    out = np.empty(len(values))
+    for group in np.unique(groups):
+        out[groups == group] = np.median(values[groups == group])
+    return out
+
+
+def fit_table(found: Observed, *, num_quantiles: int = 33) -> tuple[Table, dict[Any, float]]:
+    """A table of undisturbed step times: one value a width, and one common slope in context.
 
     Returns
     -------
-    Table whose sampler has the spread of the undisturbed steps and, as its mean, the table's value.
+    Table whose sampler has the spread of the undisturbed steps and, as its mean, the table's value;
+    and the slowness of each block.
     """
-    w = np.asarray(widths)
-    c = np.asarray(contexts, dtype=float)
-    t = np.asarray(seconds, dtype=float)
+    w, c, t = found.widths, found.contexts.astype(float), found.seconds
     levels = np.unique(w)
     slope = max(0.0, _theil_sen(w, c, t))
     at = float(c.mean())
     # Noise must not turn into a step that costs nothing at an empty cache.
     slope = min(slope, 0.25 * min(float(np.quantile(t[w == x], 0.25)) for x in levels) / at) if at > 0 else 0.0
-    values = tuple(undisturbed(t[w == x] - slope * (c[w == x] - at)) for x in levels)
-    table = Table(tuple(int(x) for x in levels), values, slope, round(at))
-    ratios = np.array([s / table.mean_s(int(x), int(y)) for x, y, s in zip(w, c, t, strict=True)])
+    flat = t - slope * (c - at)
+    slow = slowness(Observed(w, c, flat, found.blocks))
+    clean = flat / np.array([slow[block] for block in found.blocks])
+    table = Table(tuple(int(x) for x in levels), tuple(float(np.median(clean[w == x])) for x in levels), slope,
+                  round(at))
+    ratios = t / np.array([table.mean_s(int(x), int(y)) for x, y in zip(w, c, strict=True)])
     quantiles = np.quantile(ratios[ratios <= max(DISTURBED, ratios.min())], np.linspace(0, 1, num_quantiles))
     area = float(np.trapezoid(quantiles, dx=1 / (num_quantiles - 1)))
-    return Table(table.widths, table.seconds, slope, table.at_context, tuple((quantiles / area).tolist()))
+    return Table(table.widths, table.seconds, slope, table.at_context, tuple((quantiles / area).tolist())), slow
+
+
+def fit_line(widths: Sequence[int], seconds: Sequence[float]) -> Table:
+    """Undisturbed times that are affine in width, from one token up: of prefills, whose widths all differ."""
+    w, t = np.asarray(widths, dtype=float), np.asarray(seconds)
+    first, second = np.triu_indices(len(w), k=1)
+    apart = w[first] != w[second]
+    slopes = ((t[first] - t[second]) / np.where(apart, w[first] - w[second], 1.0))[apart]
+    # A line that falls, or that is below nothing at one token, is noise.
+    slope = min(max(0.0, float(np.median(slopes))), float((t / w).min())) if len(slopes) else 0.0
+    base = float(np.median(t - slope * w))
+    line = base + slope * w
+    level = undisturbed(t / line)
+    ends = (1, max(2, int(w.max())))
+    return Table(ends, tuple(level * (base + slope * end) for end in ends))
 
 
 def _theil_sen(w: NDArray[Any], c: NDArray[Any], t: NDArray[Any]) -> float:

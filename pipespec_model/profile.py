@@ -17,7 +17,7 @@ from .acceptance import IID, AcceptanceModel, acceptance_from_dict
 from .agreement import Agreement
 from .errors import InputError
 from .latency import LatencyModel, latency_from_dict, non_negative
-from .spec import LinkSpec, PipelineSpec, StageSpec, read_document
+from .spec import LinkSpec, PipelineSpec, StageSpec, Strategy, read_document
 
 PROFILE_VERSION = 1
 
@@ -82,6 +82,7 @@ class Profile:
     """Everything a prediction needs besides the spec.
 
     latency : by stage key (``StageSpec.time_key``) or stage name
+    costs : by strategy and stage key (``costs_key``), stage key, stage name, or ``*`` for all
     acceptance : by pair, ``"drafter>verifier"`` in choice keys or stage names
     agreement : recorded choices of the calibration prompts; where a pipeline's stages all have
         rows here, they are used instead of ``acceptance``
@@ -111,8 +112,9 @@ class Profile:
         raise InputError(f"profile.latency[{stage.name}]", "must be there", mend=(
             f"calibrate this pipeline, or add an entry under {stage.name!r} or {stage.time_key!r}"))
 
-    def stage_costs(self, stage: StageSpec) -> Costs:
-        for key in (stage.time_key, stage.name, "*"):
+    def stage_costs(self, stage: StageSpec, strategy: Strategy) -> Costs:
+        """Costs of a stage in a strategy; where it was not measured there, in general."""
+        for key in (costs_key(strategy, stage.time_key), stage.time_key, stage.name, "*"):
             if key in self.costs:
                 return self.costs[key]
         return Costs()
@@ -207,6 +209,10 @@ class Profile:
             raise InputError(where, str(error)) from None
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise InputError(where, f"cannot be read ({error!r})") from None
+
+
+def costs_key(strategy: Strategy, time_key: str) -> str:
+    return f"{strategy} {time_key}"
 
 
 def load_profile(path: str | Path) -> Profile:

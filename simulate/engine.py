@@ -117,7 +117,7 @@ class PromptRun:
             Stage(self.pipeline, i, self.agreement.prompt_length, budget, eos) for i in range(len(specs))
         ]
         self.latency = [self.profile.stage_latency(spec) for spec in specs]
-        self.costs = [self.profile.stage_costs(spec) for spec in specs]
+        self.costs = [self.profile.stage_costs(spec, self.pipeline.strategy) for spec in specs]
         chain = self.pipeline.strategy == "speculative"
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
         self.computing = Computing(self.env, [self.profile.rate_key(spec) for spec in specs], self.profile)

@@ -16,8 +16,10 @@ from pipespec_model.latency import (
     Affine,
     Constant,
     Empirical,
+    Observed,
     Roofline,
     Table,
+    fit_line,
     fit_table,
     latency_from_dict,
     undisturbed,
@@ -193,11 +195,42 @@ def test_undisturbed_leaves_out_the_slow_heap():
     assert undisturbed([2.0]) == 2.0
 
 
+def observed(rows: list[tuple[int, int, float, int]]) -> Observed:
+    return Observed(*(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def test_a_width_seen_only_while_the_machine_was_slow_is_not_slow():
+    """Wide steps that were all timed in blocks 1.4x slow are corrected by the narrow steps beside them."""
+    rows = [(1, 50, 0.05 * slow, block) for block, slow in enumerate([1.0, 1.0, 1.4, 1.4]) for _ in range(6)]
+    rows += [(4, 50, 0.08 * 1.4, block) for block in (2, 3)]
+    table, slow = fit_table(observed(rows))
+    assert [table.mean_s(w, 50) for w in (1, 4)] == pytest.approx([0.05, 0.08], rel=1e-9)
+    assert list(slow.values()) == pytest.approx([1.0, 1.0, 1.4, 1.4], rel=1e-9)
+
+
+def test_a_line_is_fitted_through_its_outliers():
+    """Prefills of 0.02 + 0.001 a token come back although a third of them were disturbed."""
+    widths = list(range(20, 80, 2))
+    seconds = [(0.02 + 0.001 * w) * (1.5 if i % 3 == 0 else 1.0) for i, w in enumerate(widths)]
+    line = fit_line(widths, seconds)
+    assert [line.mean_s(w, 0) for w in (10, 50, 200)] == pytest.approx([0.03, 0.07, 0.22], rel=0.03)
+
+
+@pytest.mark.parametrize("seconds", [[0.5, 0.4, 0.3], [0.1, 0.9, 2.0]], ids=["falling", "below nothing"])
+def test_a_line_through_noise_is_never_negative(seconds: list[float]):
+    """Whatever was measured, no width gets a negative time, and a wider step never a shorter one."""
+    line = fit_line([20, 40, 60], seconds)
+    times = [line.mean_s(w, 0) for w in (1, 20, 100)]
+    assert times == sorted(times)
+    assert times[0] >= 0
+
+
 def test_a_table_fitted_to_a_table_gives_it_back():
     """Noise-free steps of two widths and a context slope are recovered exactly."""
     truth = Table((1, 4), (0.1, 0.16), per_context_s=1e-4, at_context=200)
     grid = [(w, c) for w in (1, 4) for c in range(100, 301, 20)]
-    found = fit_table([w for w, _ in grid], [c for _, c in grid], [truth.mean_s(w, c) for w, c in grid])
+    found, slow = fit_table(observed([(w, c, truth.mean_s(w, c), 0) for w, c in grid]))
+    assert slow == {0: pytest.approx(1.0)}
     for w, c in ((1, 100), (2, 200), (4, 300)):
         assert found.mean_s(w, c) == pytest.approx(truth.mean_s(w, c), rel=1e-9)
         assert found.sample_s(w, c, 0.3) == pytest.approx(truth.mean_s(w, c), rel=1e-9)

@@ -213,7 +213,7 @@ costs: {big: {handover_s: 0.5}}
     found = load_profile(tmp_path / "p.yaml")
     assert [found.stage_latency(s) for s in SPEC.stages] == [StageLatency(Constant(0.1)), StageLatency(Constant(0.4))]
     assert found.pair(*SPEC.stages) == IID(0.8)
-    assert [found.stage_costs(s).handover_s for s in SPEC.stages] == [0.0, 0.5]
+    assert [found.stage_costs(s, "pipelined").handover_s for s in SPEC.stages] == [0.0, 0.5]
 
 
 def test_contention_by_hand_is_keyed_by_names_too():
@@ -284,7 +284,7 @@ def test_what_a_profile_lacks_is_named_with_its_mend():
         empty.stage_latency(SPEC.stages[0])
     with pytest.raises(InputError, match=r"profile\.acceptance\[small>big\] must be there: calibrate"):
         empty.pair(*SPEC.stages)
-    assert empty.stage_costs(SPEC.stages[0]) == Costs()
+    assert empty.stage_costs(SPEC.stages[0], "pipelined") == Costs()
 
 
 def test_a_stage_always_agrees_with_its_like():

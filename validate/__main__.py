@@ -50,11 +50,15 @@ def validate(
     for row in rows:
         assign_cores(row.pipeline, scripted=False)
     chosen = load_prompts(prompts) if prompts else built_in()
-    calibration, evaluation = halves(chosen, few=None if full or prompts else 6)
+    calibration, evaluation = halves(chosen)
+    # A short run times one prompt of each category; the forecast rests on all of the calibration half.
+    few = not full and prompts is None
+    rounds = len({prompt.category for prompt in calibration}) if few else len(calibration)
+    evaluation = first_of_each_category(evaluation) if few else evaluation
     target = rows[0].pipeline.target
     tokens = 64 if full else 24
     settings = Settings(
-        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2 if full else 3, full=full,
+        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=4, full=full,
         emulated_prompts=12 if full else 8, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
         prompts_sha256=hashlib.sha256("\0".join(p.text for p in chosen).encode()).hexdigest(),
@@ -64,7 +68,7 @@ def validate(
     tokenizer = load_tokenizer(target.model)
     eos = end_of_sequence(target.model, tokenizer)
     groups = [Group(rows, processes_for(rows), encode(calibration, tokenizer, eos),
-                    encode(evaluation, tokenizer, eos), tokens, settings.repeats, check_calibration_half=full)]
+                    encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full)]
     if spec is None:
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
     bar, advance = progress_bar(sum(weight(group) for group in groups))
@@ -89,18 +93,17 @@ def custom_rows(spec: PipelineSpec) -> list[Row]:
     return [alone] if spec == alone.pipeline else [alone, Row("pipeline", spec, "the given pipeline")]
 
 
-def halves(prompts: list[Prompt], few: int | None) -> tuple[list[Prompt], list[Prompt]]:
-    """Both halves; with ``few``, one prompt of each category."""
-    out = []
-    for half in ("calibration", "evaluation"):
-        mine = [prompt for prompt in prompts if prompt.half == half]
-        if few is not None:
-            first = {prompt.category: prompt for prompt in reversed(mine)}
-            mine = list(reversed(first.values()))[:few]
-        out.append(mine)
+def halves(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """To calibrate on, and to judge on; in each, one prompt of every category comes first."""
+    out = [[prompt for prompt in prompts if prompt.half == half] for half in ("calibration", "evaluation")]
     if not out[0] or not out[1]:
         raise InputError("prompts", "must be at least 2: one to calibrate on, one to judge on", len(prompts))
-    return out[0], out[1]
+    first = first_of_each_category(out[0])
+    return first + [prompt for prompt in out[0] if prompt not in first], out[1]
+
+
+def first_of_each_category(prompts: list[Prompt]) -> list[Prompt]:
+    return list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
 
 
 def timeline_row(rows: list[Row]) -> Row:

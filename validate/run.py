@@ -24,9 +24,10 @@ from pipespec_model.profile import Profile, load_profile, save_profile
 from pipespec_model.spec import StageSpec
 from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
 
-from .compare import Prediction, compare, identity, predict, summarise
+from .compare import Prediction, compare, identity, predict, reproduced, summarise
 from .rows import Row, emulated_agreements, emulated_rows, emulated_scripts, emulated_stages
 
+MIN_REPEATS = 2
 ROUGH_TOKEN_S = 0.055  # for the progress bar alone
 Advance = Callable[[str, float], None]
 """Progress: what begins now, and how much of the whole (in rough seconds) has just ended."""
@@ -59,6 +60,7 @@ class Group:
     evaluation: list[Prompt]
     max_new_tokens: int
     repeats: int
+    rounds: int | None = None
     check_calibration_half: bool = False
     calibration_agreements: list[Agreement] | None = None
     evaluation_agreements: list[Agreement] | None = None
@@ -81,7 +83,7 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
     before = emulated_agreements(12, num_tokens, first=1000)
     after = emulated_agreements(num_prompts, num_tokens, first=0)
     # Step times that are set need few rounds and no repeat; the other agreements serve the forecast.
-    return Group(emulated_rows(), emulated_stages(), prompts(before[:2]), prompts(after), num_tokens, 1,
+    return Group(emulated_rows(), emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=3,
                  calibration_agreements=before, evaluation_agreements=after)
 
 
@@ -110,7 +112,8 @@ def open_folder(out: Path, settings: Settings) -> None:
 def weight(group: Group) -> float:
     """Rough seconds of a group, for the progress bar."""
     runs = len(group.evaluation) * group.repeats + len(group.calibration) * group.check_calibration_half
-    return 10.0 * len(group.calibration) + len(group.rows) * runs * group.max_new_tokens * ROUGH_TOKEN_S + 10.0
+    rounds = group.rounds or len(group.calibration)
+    return 10.0 * rounds + len(group.rows) * runs * group.max_new_tokens * ROUGH_TOKEN_S + 10.0
 
 
 def run_group(group: Group, out: Path, advance: Advance) -> None:
@@ -128,11 +131,13 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
             advance("calibrating", 10.0)
             profile, traces = calibrate(
                 fleet, pipelines, group.calibration, max_new_tokens=group.max_new_tokens,
-                agreements=group.calibration_agreements, tick=lambda text: advance(text, 10.0))
+                rounds=group.rounds, agreements=group.calibration_agreements,
+                tick=lambda text: advance(text, 10.0))
             save_profile(profile, profile_file)
             for i, trace in enumerate(traces):
                 save_trace(trace, out / "traces" / f"calibration-{kind}-{i:03d}.jsonl")
-            predictions = {row.name: predict(row, profile, num_prompts=len(group.evaluation)) for row in group.rows}
+            predictions = {row.name: predict(row, profile, num_prompts=len(group.evaluation),
+                                             repeats=min(group.repeats, MIN_REPEATS)) for row in group.rows}
             _write(prediction_file, {name: said.to_dict() for name, said in predictions.items()})
         group.profile = load_profile(profile_file)
         said = json.loads(prediction_file.read_text(encoding="utf-8"))
@@ -148,7 +153,8 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
 
 def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: Sequence[Prompt], repeats: int, *,
              prefix: str) -> dict[str, Trace]:
-    """Every row on every prompt, interleaved, so that a shift of the machine's speed touches all."""
+    """Every row on every prompt, interleaved, so that a shift of the machine's speed touches all; then
+    again where the fastest run was not reproduced, up to ``repeats`` times."""
     writers: dict[str, TraceWriter] = {}
     traces: dict[str, Trace] = {}
     agreements = {a.prompt: a for a in group.evaluation_agreements or []}
@@ -161,7 +167,8 @@ def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: S
             for n, prompt in enumerate(prompts):
                 for row in group.rows:
                     number = repeat * len(prompts) + n
-                    if not any(done.prompt == number for done in traces[row.name].prompts):
+                    wanted = repeat < MIN_REPEATS or not reproduced(traces[row.name], prompt.name)
+                    if wanted and not any(done.prompt == number for done in traces[row.name].prompts):
                         made = fleet.run_prompt(
                             row.pipeline, prompt, max_new_tokens=group.max_new_tokens, number=number,
                             repeat=repeat, agreement=agreements.get(prompt.name))
