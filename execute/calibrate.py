@@ -27,7 +27,7 @@ from .prompts import Prompt
 STEP_WIDTHS = {64: (1, 2, 3, 1, 4, 2, 8, 16), 160: (1, 2, 1, 4, 2, 3, 32)}  # by context
 CONTEXTS = tuple(STEP_WIDTHS)  # alternately, a round each
 PREFILL_WIDTHS = (48, 96)
-TOGETHER_S = 0.8
+TOGETHER_S = 0.8  # and before it, half as long each stage alone
 COMMON_WIDTHS = (1, 2, 3, 2)  # of a verifier; a drafter takes one token a step
 GAP_TOKENS = 16  # of the short runs that show the gaps between steps
 
@@ -132,17 +132,18 @@ def reference_runs(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:
 
 def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], context: int) -> Trace:
     trace = new_trace(fleet.configure(PipelineSpec.alone(stage)))
-    trace.steps = fleet.measure({stage.name: STEP_WIDTHS[context]}, text, context=context)[stage.name]
-    trace.steps += fleet.measure({stage.name: PREFILL_WIDTHS}, text, context=0)[stage.name]
+    trace.steps = fleet.measure(stage.name, STEP_WIDTHS[context], text, context=context)
+    trace.steps += fleet.measure(stage.name, PREFILL_WIDTHS, text, context=0)
     return trace
 
 
 def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int], seconds: float) -> Trace:
+    """Each stage alone, and at once all of them: the contrast must not be one of two times of day."""
     links = tuple(LinkSpec() for _ in group[1:])
     spec = fleet.configure(PipelineSpec(stages=tuple(group), links=links))
     trace = new_trace(spec, options={"together": True})
     widths: dict[str, tuple[int, ...]] = {stage.name: COMMON_WIDTHS if i else (1,) for i, stage in enumerate(group)}
-    measured = fleet.measure(widths, text, context=CONTEXTS[0], seconds=seconds)
+    measured = fleet.measure_together(widths, text, context=CONTEXTS[0], seconds=seconds)
     for i, stage in enumerate(group):
         trace.steps += [replace(step, stage=i) for step in measured[stage.name]]
     return trace
@@ -167,6 +168,6 @@ def record_agreement(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: S
         ]
         tokens = np.array([*rows, answer], dtype=np.int64).reshape(len(stages) + 1, len(answer))
         out.append(Agreement(prompt.name, len(prompt.tokens), (*stages, target.choice_key), tokens,
-                             prompt.category, max_new_tokens, prompt.eos))
+                             prompt.category, max_new_tokens, prompt.eos, tuple(prompt.tokens)))
     return out
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -253,28 +254,33 @@ class Fleet:
                 raise InputError(f"prompt {prompt.name!r}", f"plus {max_new_tokens} new tokens must fit the context "
                                  f"of stage {stage.name!r} ({limit} tokens)", needed, "shorten it or ask for fewer")
 
-    def measure(self, widths: dict[str, tuple[int, ...]], text: list[int], *, context: int, seconds: float = 0.0,
-                ) -> dict[str, list[StepRecord]]:
-        """Time steps of these widths, by stage; of several stages, at the same time.
+    def measure(self, name: str, widths: tuple[int, ...], text: list[int], *, context: int) -> list[StepRecord]:
+        """Time a step of each width by one stage, on a cache of ``context`` tokens (0: prefills)."""
+        self._send(name, "measure", context, widths, text)
+        self._receive(name, "primed", timeout_s=600)
+        self._send(name, "go", [(0.0, 0.0)])
+        return list(self._receive(name, "measured", timeout_s=600)[1])
 
-        context : tokens in the cache before a step; 0 times prefills
-        seconds : go on for that long; 0 = each width once.  Of several stages only the steps within
-            the time that all of them were at work are returned.
-        """
+    def measure_together(self, widths: dict[str, tuple[int, ...]], text: list[int], *, context: int, seconds: float,
+                         ) -> dict[str, list[StepRecord]]:
+        """Time steps of these widths by stage: each stage alone for half of ``seconds`` (kind ``alone``),
+        then all at once (kind ``measure``; those steps throughout which all were at work)."""
         for name, wanted in widths.items():
             self._send(name, "measure", context, wanted, text)
         for name in widths:
             self._receive(name, "primed", timeout_s=600)
-        start_at = time.perf_counter() + 0.002
-        for name in widths:
-            self._send(name, "go", start_at, start_at + seconds if seconds else 0.0)
-        out = {name: self._receive(name, "measured", timeout_s=600)[1] for name in widths}
-        if len(out) < 2:
-            return out
-        begun = max(steps[0].start_s for steps in out.values())
-        ended = min(steps[-1].start_s + steps[-1].duration_s for steps in out.values())
-        return {name: [s for s in steps if s.start_s >= begun and s.start_s + s.duration_s <= ended]
-                for name, steps in out.items()}
+        begin = time.perf_counter() + 0.002
+        common = begin + len(widths) * seconds / 2
+        for i, name in enumerate(widths):
+            own = begin + i * seconds / 2
+            self._send(name, "go", [(own, own + seconds / 2), (common, common + seconds)])
+        found = {name: self._receive(name, "measured", timeout_s=600)[1] for name in widths}
+        both = {name: [s for s in steps if s.start_s >= common] for name, steps in found.items()}
+        begun = max(steps[0].start_s for steps in both.values())
+        ended = min(steps[-1].start_s + steps[-1].duration_s for steps in both.values())
+        return {name: [replace(s, kind="alone") for s in found[name] if s.start_s < common and s.kind == "measure"]
+                + [s for s in both[name] if s.start_s >= begun and s.start_s + s.duration_s <= ended]
+                for name in widths}
 
     def probe_s(self, name: str, repeats: int = 2) -> float | None:
         """Seconds of a fixed piece of work on a stage's device: how fast the machine is now.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from pipespec_model.agreement import Agreement
+from pipespec_model.lookup import PromptLookup
 from pipespec_model.protocol import Step
 from pipespec_model.trace import NO_PROMPT, StepRecord
 
-from .lookup import PromptLookup
 from .scripted import ScriptedRunner
 
 

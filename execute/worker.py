@@ -14,17 +14,18 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
+from pipespec_model.lookup import PromptLookup
 from pipespec_model.protocol import Stage, Step
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
-from .lookup import PromptLookup
 from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
 from .timing import measure, prime, uses_torch
 
@@ -123,16 +124,17 @@ class Worker:
     def on_measure(self, context: int, widths: tuple[int, ...], text: list[int]) -> None:
         """Time steps of these widths on a cache of ``context`` tokens (0: each is a prefill).
 
-        Once primed, waits for ``("go", start_at, stop_at)``; goes round until ``stop_at``, at least once.
+        Once primed, waits for ``("go", windows)``: in each ``(start_at, stop_at)`` it goes round until
+        ``stop_at``, at least one step; with 0 each width once.
         """
         prompt = (text * (1 + context // len(text)))[:context]
         prime(self.runner, prompt, text)
         self.parent.send(("primed",))
-        _, start_at, stop_at = self.parent.recv()
-        time.sleep(max(0.0, start_at - time.perf_counter()))
+        _, windows = self.parent.recv()
         records: list[StepRecord] = []
-        while not records or time.perf_counter() < stop_at:
-            for width in widths:
+        for start_at, stop_at in windows:
+            time.sleep(max(0.0, start_at - time.perf_counter()))
+            for width in widths if stop_at == 0 else cycle(widths):
                 records += measure(self.runner, prompt, width, text)
                 if time.perf_counter() >= stop_at > 0:
                     break

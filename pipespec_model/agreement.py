@@ -34,6 +34,7 @@ class Agreement:
     tokens : int array ``[stage, position]``, target last; -1 = that stage proposes nothing there
     names : one choice key a row (``StageSpec.choice_key``)
     budget : tokens that were asked for; the target may have ended earlier, at one of ``eos``
+    prompt_tokens : where they are known, a lookup is run instead of replayed
     """
 
     prompt: str
@@ -43,6 +44,7 @@ class Agreement:
     category: str = ""
     budget: int = 0
     eos: tuple[int, ...] = ()
+    prompt_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or self.tokens.shape[0] != len(self.names):
@@ -71,14 +73,15 @@ class Agreement:
     def to_dict(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "prompt_length": self.prompt_length, "names": list(self.names),
                 "tokens": self.tokens.tolist(), "category": self.category, "budget": self.budget,
-                "eos": list(self.eos)}
+                "eos": list(self.eos), "prompt_tokens": list(self.prompt_tokens)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Agreement:
         try:
             return cls(data["prompt"], int(data["prompt_length"]), tuple(data["names"]),
                        np.asarray(data["tokens"], dtype=np.int64).reshape(len(data["names"]), -1),
-                       data.get("category", ""), int(data.get("budget", 0)), tuple(data.get("eos", ())))
+                       data.get("category", ""), int(data.get("budget", 0)), tuple(data.get("eos", ())),
+                       tuple(data.get("prompt_tokens", ())))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError("agreement", f"must hold prompt, prompt_length, names and tokens ({error!r})") from None
 

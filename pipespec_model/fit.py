@@ -25,14 +25,15 @@ import numpy as np
 from .acceptance import AcceptanceModel, Markov
 from .agreement import NO_PROPOSAL, Agreement
 from .errors import InputError
-from .latency import Observed, fit_line, fit_table, undisturbed
+from .latency import Observed, fit_line, fit_table
 from .profile import Contention, Costs, Profile, StageLatency, costs_key
 from .spec import PipelineSpec, Strategy
 from .trace import StepRecord, Trace
 
 STEP_KINDS = {"measure", "draft", "verify", "decode"}
-Sample = tuple[tuple[int, int], StepRecord]
-"""A step and its block: which prompt of which trace."""
+Block = tuple[int, int]
+"""Which prompt of which trace: within it, the machine had one speed."""
+Sample = tuple[Block, StepRecord]
 
 
 def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: str = "") -> Profile:
@@ -62,49 +63,65 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
             prefills[key] += [((number, step.prompt), step) for step in mine if step.kind == "prefill"]
             cuts = [step for step in mine if step.kind == "rollback" and step.width > 1]
             rollbacks[key] += [step.duration_s for step in cuts]
-    latency = {key: _stage_latency(found, prefills[key]) for key, found in steps.items() if found}
+    latency: dict[str, StageLatency] = {}
+    slow: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for key, found in steps.items():
+        if found:
+            latency[key], blocks = _stage_latency(found, prefills[key])
+            for (number, _), value in blocks.items():
+                slow[traces[number].options.get("round", -1), key].append(value)
     if not latency:
         raise InputError("trace", "must hold the steps of at least one stage")
     together = [trace for trace in traces if trace.options.get("together")]
     chains = [trace for trace in traces
               if trace.pipeline["strategy"] == "speculative" and not trace.options.get("together")]
     return Profile(
-        latency=latency, contention=_rates(together, latency), turns=_rates(chains, latency),
+        latency=latency, contention=_rates(together, latency, {}), turns=_rates(chains, latency, slow),
         costs=_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x}),
         acceptance=_acceptance(agreement), agreement=tuple(agreement),
         **_speed(traces), origin="fitted", source=source,
     )
 
 
-def _stage_latency(steps: list[Sample], prefills: list[Sample]) -> StageLatency:
-    blocks = {block: i for i, block in enumerate(dict.fromkeys(block for block, _ in steps))}
+def _stage_latency(steps: list[Sample], prefills: list[Sample]) -> tuple[StageLatency, dict[Block, float]]:
+    """The latency, and by block how slow the machine was."""
+    blocks = list(dict.fromkeys(block for block, _ in steps))
+    number = {block: i for i, block in enumerate(blocks)}
     table, slow = fit_table(Observed(
         np.array([step.width for _, step in steps]), np.array([step.context for _, step in steps]),
-        np.array([step.duration_s for _, step in steps]), np.array([blocks[block] for block, _ in steps])))
+        np.array([step.duration_s for _, step in steps]), np.array([number[block] for block, _ in steps])))
+    slowness = {block: slow[i] for i, block in enumerate(blocks)}
     if not prefills:
-        return StageLatency(table)
-    return StageLatency(table, fit_line(
-        [step.width for _, step in prefills],
-        [step.duration_s / slow.get(blocks.get(block, -1), 1.0) for block, step in prefills]))
+        return StageLatency(table), slowness
+    line = fit_line([step.width for _, step in prefills],
+                    [step.duration_s / slowness.get(block, 1.0) for block, step in prefills])
+    return StageLatency(table, line), slowness
 
 
-def _rates(traces: list[Trace], latency: dict[str, StageLatency]) -> tuple[Contention, ...]:
+def _rates(traces: list[Trace], latency: dict[str, StageLatency], slow: dict[tuple[int, str], list[float]],
+           ) -> tuple[Contention, ...]:
     """Per set of stages: how fast a step goes there, as a share of how fast it goes alone.
 
+    The step alone is what was timed beside it: ``alone`` in the same trace, or in the same round.
     Stages can only slow each other, so a share above 1 is noise and counts as 1.
     """
     ratios: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         stages = PipelineSpec.from_dict(trace.pipeline).stages
         group = tuple(stage.time_key for stage in stages)
-        for step in trace.steps:
-            key = group[step.stage]
-            if step.kind in STEP_KINDS and key in latency and not stages[step.stage].block:
-                ratios[group][key].append(step.duration_s / latency[key].step.mean_s(step.width, step.context))
-    return tuple(
-        Contention({key: min(1.0 / undisturbed(found), 1.0) for key, found in members.items()})
-        for members in ratios.values() if members
-    )
+        for i, (stage, key) in enumerate(zip(stages, group, strict=True)):
+            if stage.block or key not in latency:
+                continue
+            scaled: dict[bool, list[float]] = {True: [], False: []}
+            for step in trace.steps:
+                if step.stage == i and (step.kind == "alone" or step.kind in STEP_KINDS):
+                    alone_s = latency[key].step.mean_s(step.width, step.context)
+                    scaled[step.kind == "alone"].append(step.duration_s / alone_s)
+            beside = scaled[True] or slow.get((trace.options.get("round", -1), key)) or [1.0]
+            if scaled[False]:
+                ratios[group][key].append(float(np.median(scaled[False]) / np.median(beside)))
+    return tuple(Contention({key: min(1.0 / float(np.median(found)), 1.0) for key, found in members.items()})
+                 for members in ratios.values() if members)
 
 
 def _speed(traces: list[Trace]) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def fit_table(found: Observed, *, num_quantiles: int = 33) -> tuple[Table, dict[
 
 
 def fit_line(widths: Sequence[int], seconds: Sequence[float]) -> Table:
-    """Undisturbed times that are affine in width, from one token up: of prefills, whose widths all differ."""
+    """Times that are affine in width, from one token up: of prefills, whose widths all differ."""
     w, t = np.asarray(widths, dtype=float), np.asarray(seconds)
     first, second = np.triu_indices(len(w), k=1)
     apart = w[first] != w[second]
@@ -286,10 +286,8 @@ def fit_line(widths: Sequence[int], seconds: Sequence[float]) -> Table:
     # A line that falls, or that is below nothing at one token, is noise.
     slope = min(max(0.0, float(np.median(slopes))), float((t / w).min())) if len(slopes) else 0.0
     base = float(np.median(t - slope * w))
-    line = base + slope * w
-    level = undisturbed(t / line)
     ends = (1, max(2, int(w.max())))
-    return Table(ends, tuple(level * (base + slope * end) for end in ends))
+    return Table(ends, tuple(base + slope * end for end in ends))
 
 
 def _theil_sen(w: NDArray[Any], c: NDArray[Any], t: NDArray[Any]) -> float:

@@ -19,6 +19,7 @@ import simpy
 
 from pipespec_model.agreement import Agreement, Replay
 from pipespec_model.errors import InputError
+from pipespec_model.lookup import PromptLookup
 from pipespec_model.profile import Profile, StageLatency
 from pipespec_model.protocol import Drafts, Stage, Step, Verdict
 from pipespec_model.spec import PipelineSpec
@@ -122,6 +123,10 @@ class PromptRun:
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
         self.computing = Computing(self.env, [self.profile.rate_key(spec) for spec in specs], self.profile)
         self.replay = Replay(self.agreement, self.seed, self.prompt, self.profile.neighbour_rate)
+        self.lookups = {i: PromptLookup(spec.max_ngram) for i, spec in enumerate(specs)
+                        if spec.block and self.agreement.prompt_tokens}
+        for lookup in self.lookups.values():
+            lookup.begin(self.agreement.prompt_tokens)
         self.inbox: list[list[Drafts | Verdict]] = [[] for _ in specs]
         self.in_flight: list[tuple[int, Drafts | Verdict]] = []
         self.wake = [simpy.Event(self.env) for _ in specs]
@@ -157,6 +162,8 @@ class PromptRun:
 
     def _tokens(self, i: int, step: Step) -> list[int]:
         sequence = self.stages[i].sequence
+        if i in self.lookups:
+            return self.lookups[i].run(sequence, step)
         if self.pipeline.stages[i].block:
             return self.replay.propose(i, sequence, step.limit)
         return self.replay.choices(i, sequence, step.drafts)

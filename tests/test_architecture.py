@@ -80,7 +80,7 @@ def test_every_module_imports_without_torch(module: str):
     assert not loaded & {"torch", "transformers", "matplotlib"}
 
 
-@pytest.mark.parametrize("statement", ["import execute.worker", "import execute.scripted, execute.lookup"])
+@pytest.mark.parametrize("statement", ["import execute.worker", "import execute.scripted, pipespec_model.lookup"])
 def test_a_scripted_stage_process_never_loads_torch(statement: str):
     """What a scripted or lookup stage imports is free of torch."""
     assert not loads(statement) & {"torch", "transformers"}

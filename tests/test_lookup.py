@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from execute.lookup import NO_PROPOSAL, PromptLookup
+from pipespec_model.lookup import NO_PROPOSAL, PromptLookup
 from pipespec_model.protocol import Step
 
 

@@ -10,11 +10,11 @@ from conftest import chain, drive
 
 from execute.fleet import Fleet
 from execute.loading import load_tokenizer
-from execute.lookup import PromptLookup
 from execute.prompts import Prompt, built_in, encode
 from execute.torch_runner import TorchRunner, teacher_forced
 from execute.zoo import BUILT_IN, built_in_folder
 from pipespec_model.errors import InputError
+from pipespec_model.lookup import PromptLookup
 from pipespec_model.spec import PipelineSpec, StageSpec
 
 pytestmark = pytest.mark.real

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import CONTEXT, STRATEGIES, VOCABULARY, Done, chain, drive, stage
 
-from execute.lookup import PromptLookup
 from execute.torch_runner import TorchRunner, teacher_forced
 from pipespec_model.errors import InputError
+from pipespec_model.lookup import PromptLookup
 from pipespec_model.protocol import Step
 
 PROMPT = (5, 6, 7, 8)

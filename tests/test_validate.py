@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import CONTEXT, chain, rows_of, stage, table, write_tiny_run
 
@@ -14,8 +15,11 @@ from execute.prompts import Prompt, built_in
 from execute.scripted import Script
 from pipespec_model import metrics
 from pipespec_model.__main__ import main
+from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.latency import Constant
+from pipespec_model.profile import Profile, StageLatency
+from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, Trace, load_trace
 from simulate.run import simulate
 from validate.__main__ import custom_rows, first_of_each_category, halves
@@ -163,6 +167,30 @@ def test_replay_has_the_run_s_own_counts(patterns: tuple[str, ...]) -> None:
     for index in range(len(stages)):
         taken = [(s.kind, s.position, s.drafts, s.accepted) for s in measured.steps if s.stage == index]
         assert taken == [(s.kind, s.position, s.drafts, s.accepted) for s in replayed.steps if s.stage == index]
+
+
+@pytest.mark.parametrize("strategy", ["speculative", "pipelined"])
+@pytest.mark.parametrize("limit", [2, 8])
+def test_a_lookup_is_simulated_as_it_runs(strategy: str, limit: int) -> None:
+    """With the prompt's tokens recorded, a simulated lookup proposes what the real one proposes, wrong
+    tokens and their number included."""
+    prompt, answer = (1, 2, 3, 4, 5, 6, 7, 8, 9), [1, 2, 3, 4, 9, 9, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 3, 4]
+    stages = [StageSpec(name="lookup", model="m", drafter="prompt-lookup"), StageSpec(name="s", model="m")]
+    link = LinkSpec(lookahead=2 if strategy == "speculative" else 0, max_window=limit, buffer_tokens=limit)
+    spec = PipelineSpec(strategy=strategy, stages=stages, links=(link,))
+    agreement = Agreement("p", len(prompt), (stages[0].choice_key, stages[1].choice_key),
+                          np.array([[-1] * len(answer), answer]), prompt_tokens=prompt)
+    with Fleet(stages, scripts={"s": Script(Constant(0.02))}) as fleet:
+        _, steps = fleet.run_prompt(spec, Prompt("p", "", tokens=prompt), max_new_tokens=len(answer),
+                                    agreement=agreement)
+    profile = Profile({"lookup": StageLatency(Constant(1e-5)), "s": StageLatency(Constant(0.02))})
+    replayed = simulate(spec, profile, [agreement])
+    for index in (0, 1):
+        taken = [(s.kind, s.position, s.width, s.drafts, s.accepted) for s in steps if s.stage == index]
+        assert taken == [(s.kind, s.position, s.width, s.drafts, s.accepted) for s in replayed.steps
+                         if s.stage == index]
+    assert any(s.accepted for s in steps)
+    assert any(s.accepted < s.drafts for s in steps)
 
 
 @pytest.mark.bench

@@ -1,16 +1,16 @@
 """Prompt lookup: propose what followed the last occurrence of the current n-gram.
 
-A pure function of the text so far, so that its choice at a position depends on the prefix alone and
-can be recorded, replayed and simulated like any other stage's.  A block of proposals is the same
-function applied to its own output.
+A pure function of the text so far, so the simulator runs it as the executor does, and its choice at a
+position can be recorded like any other stage's.  A block of proposals is the same function applied to
+its own output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipespec_model.agreement import NO_PROPOSAL
-from pipespec_model.protocol import Step
+from .agreement import NO_PROPOSAL
+from .protocol import Step
 
 
 class PromptLookup:
