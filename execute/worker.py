@@ -117,6 +117,7 @@ class Worker:
             while not self.closing:
                 self._take(self.parent, stage)
         self._drain(stage)
+        stage.settle()
         self._send(stage)
         outcome = Outcome(job.run, asdict(stage.close()), self.steps, list(stage.sequence), self._ended())
         self.parent.send(("closed", outcome))

@@ -14,6 +14,13 @@ A rejection or a rollback raises the link's epoch; a receiver drops and counts o
 A fully accepted window raises nothing: its bonus token travels upstream, and a drafter that had
 already drafted past it keeps what agrees.  Whoever compares, compares tokens.
 
+That is the ``overlapped`` handshake.  With ``blocking``, the published implementation's, a verdict in a
+pipeline is also a *request*: its sender waits for the drafts that answer it, a receiver answers between
+steps (a middle stage asks its own upstream before it goes on), and whoever finds no difference changes
+nothing, even when the downstream is longer; so a bonus token is drafted again, perhaps wrongly.  In a
+chain, ``blocking`` means that last rule alone.  Where a published stage could go on for ever with nothing
+to offer (no lookup match), ours takes the longer sequence and says *final*.
+
 Positions count generated tokens; the prompt lies before position 0.
 """
 
@@ -27,13 +34,15 @@ from .spec import PipelineSpec
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Downstream: tokens for positions ``start``, ``start + 1``, …  ``final``: no more to come."""
+    """Downstream: tokens for positions ``start``, ``start + 1``, …  ``final``: no more to come.
+    ``answers``: serial of the last verdict that they take into account."""
 
     epoch: int
     serial: int
     start: int
     tokens: tuple[int, ...]
     final: bool
+    answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,9 @@ class Stage:
     _has_turn: bool = True
     # Link downstream: what the downstream is known to have decided.
     _epoch_down: int = 0
-    _known_down: int = 0
+    _known_down: int = 0  # up to here both hold the same
+    _length_down: int = 0
+    _request: Verdict | None = None
     _seen_verdict: int = 0
     _sent_drafts: int = 0
     _announced: bool = False
@@ -128,11 +139,15 @@ class Stage:
     _seen_drafts: int = 0
     _sent_verdicts: int = 0
     _upstream_final: bool = False
+    _upstream_length: int = 0
+    _answered: int = 0
     _outbox_up: list[Verdict] = field(default_factory=list)
     _outbox_down: Drafts | None = None
 
     def __post_init__(self) -> None:
         self._has_turn = self.index == 0 or not self.synchronous
+        # Blocking: of the downstream's own first token no request will tell.
+        self._length_down = int(self.requesting)
         self.done = self.budget <= 0
 
     # -- what the stage is ------------------------------------------------------------------
@@ -153,10 +168,21 @@ class Stage:
     def synchronous(self) -> bool:
         return self.pipeline.strategy == "speculative"
 
+    @property
+    def blocking(self) -> bool:
+        return self.pipeline.handshake == "blocking"
+
+    @property
+    def requesting(self) -> bool:
+        """Whether a verdict waits for its answer."""
+        return self.blocking and not self.synchronous
+
     # -- what to do next --------------------------------------------------------------------
 
     def next_step(self) -> Step | None:
         """The step to run now, or None: wait for a message."""
+        if self.requesting and not self._handshake():
+            return None
         if self.done or not self._has_turn or self._cannot_go_on():
             self._announce_if_stuck()
             return None
@@ -165,7 +191,8 @@ class Stage:
             return None
         block = self.pipeline.stages[self.index].block
         window: tuple[int, ...] = ()
-        if self.has_upstream and not self._decodes_plainly():
+        alone = self._decodes_plainly() or (self.requesting and not self._started)
+        if self.has_upstream and not alone:
             window = self.drafts[: min(room - 1, self.pipeline.links[self.index - 1].max_window)]
         held = self.prompt_length + len(self.sequence)
         if block:
@@ -181,13 +208,26 @@ class Stage:
             rolled_back=self._rolled_back,
         )
 
+    def _handshake(self) -> bool:
+        """Answer the request that waits; returns whether this stage waits for no answer itself."""
+        if self.done or self._answered < self._sent_verdicts:
+            return self.done
+        request, self._request = self._request, None
+        if request is None:
+            return True
+        self._reconcile(request)
+        self._offer(final=False)
+        if self.has_upstream:
+            self._tell_upstream(turn=True)
+        return not self.has_upstream
+
     def _room(self) -> int:
         """Tokens that one more step may add: token budget, buffer and, in turn, the lookahead."""
         room = self.budget - len(self.sequence)
         if self.is_target:
             return room
         link = self.pipeline.links[self.index]
-        ahead = len(self.sequence) - self._known_down
+        ahead = len(self.sequence) - self._length_down
         allowed = link.buffer_tokens
         if self.synchronous and (self.is_drafter or self._decodes_plainly()):
             allowed = link.lookahead
@@ -201,11 +241,14 @@ class Stage:
             return True
         wanted = self.pipeline.links[self.index - 1].lookahead
         # Near the end of the budget a full window cannot be used, so none is waited for.
-        return len(self.drafts) >= min(wanted, max(self.budget - 1 - len(self.sequence), 0))
+        wanted = min(wanted, max(self.budget - 1 - len(self.sequence), 0))
+        # Blocking counts what upstream holds, whether or not it continues this stage's tokens.
+        ahead = self._upstream_length - len(self.sequence) if self.blocking else len(self.drafts)
+        return ahead >= wanted
 
     def _batch_waits(self) -> bool:
-        """Upstream said *final* about exactly what this stage holds."""
-        return self._upstream_final and self._acknowledged == len(self.sequence)
+        """Upstream said *final* about exactly what this stage holds (blocking: it was asked)."""
+        return self._upstream_final and (self.blocking or self._acknowledged == len(self.sequence))
 
     def _decodes_plainly(self) -> bool:
         """A middle stage of a chain that has verified this round's batch goes on alone."""
@@ -236,7 +279,7 @@ class Stage:
         choices : for a draft step the proposed tokens (perhaps none); otherwise the stage's greedy
             choice after the last held token and after each draft, ``len(step.drafts) + 1`` of them.
         """
-        self._started = True
+        first, self._started = not self._started, True
         self._rolled_back = False
         self.counters.steps += 1
         if self.is_drafter:
@@ -268,7 +311,9 @@ class Stage:
         if self.is_target:
             self.done = len(self.sequence) >= self.budget or emitted[-1] in self.eos
         if self.has_upstream:
-            self._tell_upstream(turn=self.is_target or not self.synchronous)
+            # Blocking: after prefill both first tokens are simply there, and may differ.
+            if not (self.requesting and first):
+                self._tell_upstream(turn=self.is_target or not self.synchronous)
             if self.is_target and self.synchronous:
                 self._has_turn = False
         if not self.is_target and not self.synchronous:
@@ -315,15 +360,25 @@ class Stage:
             return
         self._seen_drafts = message.serial
         self._acknowledged = message.start
+        self._upstream_length = message.start + len(message.tokens)
+        self._answered = message.answers
         self.drafts = self._beyond(message.tokens, self.sequence[message.start :])
         self._upstream_final = message.final
         if self.synchronous and message.final:
             self._has_turn = True
 
     def _on_verdict(self, message: Verdict) -> None:
-        if message.serial <= self._seen_verdict:
+        if message.serial <= max(self._seen_verdict, self._request.serial if self._request else 0):
             self.counters.stale += 1
-            return
+        elif self.requesting:
+            if self._request is not None:  # only after the end: a stage asks once, then waits
+                self._reconcile(self._request)
+            self._request = message
+        else:
+            self._reconcile(message)
+
+    def _reconcile(self, message: Verdict) -> None:
+        """Take over what the downstream decided, from the first difference."""
         self._seen_verdict = message.serial
         self._epoch_down = message.epoch
         end = message.start + len(message.tokens)
@@ -333,6 +388,9 @@ class Stage:
             same += 1
         first = message.start + same
         known = self._known_down
+        self._length_down = end
+        if self.blocking and first == len(self.sequence) and not self._exhausted:
+            end = first  # no difference as far as this stage goes
         self._known_down = end
         if first < end:
             self._adopt(first, message.tokens[same:], known)
@@ -362,7 +420,8 @@ class Stage:
         if cut:
             self._epoch_up += 1
             self._acknowledged = min(self._acknowledged, first)
-        self._tell_upstream(turn=not self.synchronous)
+        if not self.requesting:
+            self._tell_upstream(turn=not self.synchronous)
 
     def _tell_upstream(self, *, turn: bool) -> None:
         start = min(self._acknowledged, len(self.sequence))
@@ -375,7 +434,7 @@ class Stage:
         self._sent_drafts += 1
         start = self._known_down
         self._outbox_down = Drafts(
-            self._epoch_down, self._sent_drafts, start, tuple(self.sequence[start:]), final
+            self._epoch_down, self._sent_drafts, start, tuple(self.sequence[start:]), final, self._seen_verdict
         )
 
     def take_outbox(self) -> tuple[list[Verdict], Drafts | None]:
@@ -383,6 +442,14 @@ class Stage:
         up, down = self._outbox_up, self._outbox_down
         self._outbox_up, self._outbox_down = [], None
         return up, down
+
+    def settle(self) -> None:
+        """After the end: book the request that waits, and pass it on."""
+        if self._request is not None:
+            request, self._request = self._request, None
+            self._reconcile(request)
+            if self.has_upstream:
+                self._tell_upstream(turn=True)
 
     def close(self) -> Counters:
         """The counters, once the prompt has ended and every message has been received."""

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 import simpy
 
 from pipespec_model.agreement import Agreement, Replay
-from pipespec_model.errors import InputError
 from pipespec_model.lookup import PromptLookup
 from pipespec_model.profile import Profile, StageLatency
 from pipespec_model.protocol import Drafts, Stage, Step, Verdict
@@ -109,8 +108,6 @@ class PromptRun:
     first_token_ns: int | None = None
 
     def __post_init__(self) -> None:
-        if self.pipeline.handshake != "overlapped":
-            raise InputError("handshake", "must be 'overlapped' in this version", self.pipeline.handshake)
         self.env = simpy.Environment(initial_time=0)
         specs = self.pipeline.stages
         budget, eos = self.agreement.budget, frozenset(self.agreement.eos)
@@ -257,5 +254,6 @@ class PromptRun:
             self.inbox[i] = []
             for message in waiting:
                 self.stages[i].receive(message)
+            self.stages[i].settle()
             for verdict in self.stages[i].take_outbox()[0]:
                 self.in_flight.append((i - 1, verdict))

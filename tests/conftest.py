@@ -22,7 +22,8 @@ from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 
 VOCABULARY = 96
 CONTEXT = 256
-STRATEGIES = ("speculative", "pipelined")
+STRATEGIES = ("speculative", "pipelined", "speculative blocking", "pipelined blocking")
+"""With the handshake where it is not our own."""
 
 
 # -- pipelines ------------------------------------------------------------------------------------
@@ -33,12 +34,17 @@ def stage(name: str, model: str = "scripted", **options: Any) -> StageSpec:
 
 
 def chain(strategy: str, stages: Sequence[StageSpec], *, window: int = 4, lookahead: int | None = None) -> PipelineSpec:
-    """All links alike; a synchronous drafter drafts ``window``, a pipelined one is never waited for."""
+    """All links alike; a synchronous drafter drafts ``window``, a pipelined one is never waited for.
+
+    strategy : one of STRATEGIES
+    """
+    strategy, _, handshake = strategy.partition(" ")
     ahead = lookahead if lookahead is not None else window if strategy == "speculative" else 0
     link = LinkSpec(lookahead=ahead, buffer_tokens=window, max_window=window)
     if len(stages) == 1:
         return PipelineSpec(strategy="autoregressive", stages=tuple(stages))
-    return PipelineSpec(strategy=strategy, stages=tuple(stages), links=(link,) * (len(stages) - 1))
+    return PipelineSpec(strategy=strategy, handshake=handshake or "overlapped", stages=tuple(stages),
+                        links=(link,) * (len(stages) - 1))
 
 
 # -- one prompt, all stages in this process -------------------------------------------------------
@@ -104,6 +110,7 @@ def drive(pipeline: PipelineSpec, runners: Sequence[Any], prompt: Sequence[int],
             check(stages[i], runners[i])
     for i in reversed(range(k)):
         deliver(i)
+        stages[i].settle()
         post(i)
     done.counters = [asdict(item.close()) for item in stages]
     done.tokens = list(stages[-1].sequence)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import chain, drive, stage
+from conftest import STRATEGIES, chain, drive, stage
 from transformers import DynamicCache
 
 from execute.torch_runner import crop_to
@@ -69,7 +69,7 @@ def test_crop_of_the_cache_that_is_written_in_place(runners, length: int) -> Non
                 crop_to(used, target + 4)
 
 
-@pytest.mark.parametrize("strategy", ["speculative", "pipelined"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_target_as_its_own_drafter_is_always_right(runners, plain_greedy, strategy: str, window: int) -> None:
     """A drafter that is the target has every draft accepted in every round of 100 tokens."""
@@ -117,7 +117,7 @@ def test_forced_rejections_leave_positions_right(runners, plain_greedy) -> None:
         assert after.cached == 1 + after.position - 1
 
 
-@pytest.mark.parametrize("strategy", ["speculative", "pipelined"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_drafter_cache_follows_what_is_committed(runners, plain_greedy, strategy: str) -> None:
     """A drafter that is often wrong is cut back to the committed text and never holds more than that."""
     pair = [runners["mid"], runners["target"]]

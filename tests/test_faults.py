@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import alive, chain, rows_of, stage, table, write_tiny_run
+from conftest import STRATEGIES, alive, chain, rows_of, stage, table, write_tiny_run
 
 from execute.fleet import Fleet, new_trace
 from execute.prompts import Prompt
@@ -37,7 +37,7 @@ def all_gone(pids: list[int], within_s: float) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["s0", "s1", "s2"])
-@pytest.mark.parametrize("strategy", ["speculative", "pipelined"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_killed_stage_is_named_and_finished_prompts_are_kept(strategy: str, victim: str, tmp_path: Path) -> None:
     """SIGKILL in mid-run: an error naming stage and exit code within seconds, no orphan, whole records."""
     stages, agreement = table(rows_of(ANSWER, "110", "10"))
@@ -162,5 +162,6 @@ def test_interrupt_ends_with_130(tiny, tmp_path: Path, moment: str) -> None:
         os.killpg(run.pid, signal.SIGINT)
         rest = run.stderr.read().splitlines()
         assert run.wait(timeout=20) == 130, rest
-    rest = [line for line in rest if not line.startswith("recording")]
-    assert rest == ["pipespec validate: interrupted; what was finished is kept"]
+    # Before it, what had begun meanwhile.
+    assert rest[-1] == "pipespec validate: interrupted; what was finished is kept"
+    assert all(line.startswith(("calibrat", "recording", "measuring")) for line in rest[:-1])

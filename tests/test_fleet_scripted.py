@@ -39,7 +39,7 @@ def test_answer_is_the_targets_row_and_every_draft_is_accounted_for(fleet: Fleet
     """Whatever the drafters propose, the text is the target's, and each draft ends in one place."""
     for patterns in itertools.islice(itertools.product(PATTERNS, repeat=k - 1), 0, None, (1, 7, 18)[k - 2]):
         stages, agreement = table(rows_of(ANSWER, *patterns))
-        for lookahead in (0, 3) if strategy == "pipelined" else (1, 4):
+        for lookahead in (0, 3) if strategy.startswith("pipelined") else (1, 4):
             pipeline = chain(strategy, stages, window=4, lookahead=lookahead)
             record, steps = fleet.run_prompt(pipeline, PROMPT, max_new_tokens=30, agreement=agreement)
             assert record.tokens == ANSWER, patterns
@@ -151,15 +151,12 @@ def test_spec_echoes_effective_values(fleet: Fleet) -> None:
 
 
 def test_bad_requests_are_refused(fleet: Fleet) -> None:
-    """A stage that the fleet lacks, an empty prompt and a handshake that is not there are bad input."""
+    """A stage that the fleet lacks and an empty prompt are bad input, and the fleet goes on."""
     stages, agreement = table(rows_of(ANSWER, "1"))
     stranger = stages[0].model_copy(update={"name": "x"})
     with pytest.raises(InputError, match=r"stages.0.name must be one of s0, s1, s2, s3, got 'x'"):
         fleet.configure(chain("pipelined", [stranger, stages[1]]))
     with pytest.raises(InputError, match="prompt 'e' must not be empty"):
         fleet.run_prompt(chain("pipelined", stages), Prompt("e", ""), max_new_tokens=5, agreement=agreement)
-    blocking = chain("pipelined", stages).model_copy(update={"handshake": "blocking"})
-    with pytest.raises(InputError, match="handshake must be 'overlapped'"):
-        fleet.configure(blocking)
     record, _ = fleet.run_prompt(chain("pipelined", stages), PROMPT, max_new_tokens=5, agreement=agreement)
     assert record.tokens == ANSWER[:5]
