@@ -16,13 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from .linear import PackedLinear, can_pack
 from .loading import int8_linear, int8_model
 
 Linear = Callable[[Tensor], Tensor]
 
 
 class Decoder(Protocol):
-    """A model that extends a cache."""
+    """A model that extends a cache.  ``linears``: its linear layers, by far most of the work."""
+
+    linears: list[Any]
 
     def new_cache(self) -> Any: ...
 
@@ -47,6 +50,7 @@ class GenericDecoder:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._device = model.device
+        self.linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
 
     def new_cache(self) -> Any:
         return DynamicCache()
@@ -131,13 +135,16 @@ class LlamaDecoder:
         self._eps = config.rms_norm_eps
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = torch.empty(0)
+        self.linears: list[Any] = []
+
+        pack = not int8 and can_pack(model)
 
         def made(*linears: nn.Linear) -> Linear:
             fused = _fused(*linears)
-            if int8:
-                return int8_linear(fused)
-            _share(fused, linears)
-            return fused
+            if not int8:
+                _share(fused, linears)
+            self.linears.append(int8_linear(fused) if int8 else PackedLinear(fused) if pack else fused)
+            return self.linears[-1]
 
         self._layers = [
             (layer.input_layernorm.weight,
@@ -160,9 +167,8 @@ class LlamaDecoder:
         group = heads // kv_heads
         mask = self._mask(width, start, group) if width > 1 else None
         x = self._embedding[torch.tensor(ids, device=self._device)]
-        hidden = (x.shape[-1],)
         for index, (norm_1, qkv, project, norm_2, gate_up, down) in enumerate(self._layers):
-            y = qkv(F.rms_norm(x, hidden, norm_1, self._eps)).view(width, heads + 2 * kv_heads, size)
+            y = qkv(self._normed(x, norm_1)).view(width, heads + 2 * kv_heads, size)
             turned = y[:, : heads + kv_heads]
             # Rotary embedding of queries and keys at once; the sign of the rotated half is in ``sin``.
             turned = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
@@ -176,10 +182,17 @@ class LlamaDecoder:
                 values[:end].transpose(0, 1)[None], attn_mask=mask)
             seen = seen.view(kv_heads, group, width, size).permute(2, 0, 1, 3).reshape(width, heads * size)
             x = x + project(seen)
-            gate, up = gate_up(F.rms_norm(x, hidden, norm_2, self._eps)).chunk(2, -1)
+            gate, up = gate_up(self._normed(x, norm_2)).chunk(2, -1)
             x = x + down(F.silu(gate) * up)
         cache.length = end
-        return self._head(F.rms_norm(x[width - keep :], hidden, self._norm, self._eps))
+        return self._head(self._normed(x[width - keep :], self._norm))
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Root mean square norm, as transformers' Llama has it; torch's own takes twice as long in
+        float32 and accumulates as this does not in half precision."""
+        if self._dtype != torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+        return x * x.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_() * weight
 
     def _rotation(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the positions, ``[width, 1, head size]``; made once, then cut."""

@@ -50,7 +50,7 @@ class TorchRunner:
         self.context_limit = getattr(model.config, "max_position_embeddings", None)
         # A quantised stage reads the prompt with its float weights and shares the cache.
         self.prefill, self.step = decoders(model, int8=stage.quantize == "int8")
-        self._weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        self._dtype, self._device = model.dtype, model.device
         self.vocabulary = vocabulary
         self._prompt: list[int] = []
         self.cache: Any = None
@@ -69,15 +69,16 @@ class TorchRunner:
 
         One token's memory traffic without anything of a strategy in it, on one thread.
         """
-        weights = self._weights
-        vectors = {w.shape[1]: torch.zeros(1, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+        linears = self.prefill.linears
+        vectors = {x.in_features: torch.zeros(1, x.in_features, dtype=self._dtype, device=self._device)
+                   for x in linears}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         start = time.perf_counter()
-        for weight in weights:
-            torch.nn.functional.linear(vectors[weight.shape[1]], weight)
-        if weights[0].is_cuda:
-            torch.cuda.synchronize(weights[0].device)
+        for linear in linears:
+            linear(vectors[linear.in_features])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
         torch.set_num_threads(threads)
         return seconds
