@@ -173,6 +173,7 @@ class Fleet:
 
     def configure(self, pipeline: PipelineSpec) -> PipelineSpec:
         """Place a pipeline; returns it with the effective cores and threads filled in."""
+        pipeline.require_lookaheads()
         if self._configured is not None and self._asked == pipeline:
             return self._configured
         scripted = all(isinstance(self.scripts.get(stage.name), Script) for stage in pipeline.stages)

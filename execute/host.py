@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pipespec_model.errors import InputError
-from pipespec_model.spec import PipelineSpec
+from pipespec_model.spec import PipelineSpec, StageSpec
 
 
 def available_cores() -> list[int]:
@@ -21,16 +21,20 @@ def available_cores() -> list[int]:
 def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, ...]]:
     """Cores of each stage.
 
-    In a pipeline stages that compute get cores of their own, target first; a chain's stages take
+    In a pipeline stages that compute get cores of their own, target first, unless they name one, which
+    they may share; a chain's stages take
     turns and share them; lookups and scripted stages hardly compute and float.  Raises InputError
     where the threads do not fit.
     """
     cores = available_cores()
-    computing = [] if scripted else [s for s in pipeline.stages if not s.block and s.device == "cpu"]
-    for stage in pipeline.stages:
+    stages = [on_core(stage) for stage in pipeline.stages]
+    computing = [] if scripted else [s for s in stages if not s.block and s.device.startswith("cpu")]
+    for stage in stages:
         if stage.threads > len(cores):
             raise InputError(f"stages[{stage.name}].threads", f"must be <= the {len(cores)} cores here", stage.threads)
         missing = set(stage.cores or ()) - set(cores)
+        if stage.core is not None and stage.threads > 1:
+            raise InputError(f"stages[{stage.name}].threads", f"must be 1 on core {stage.device}", stage.threads)
         if missing:
             raise InputError(f"stages[{stage.name}].cores", f"must be among {cores}", list(stage.cores or ()))
     together = pipeline.strategy == "pipelined"
@@ -47,7 +51,12 @@ def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, .
         placed[stage.name] = tuple(free[: stage.threads])
         if together:
             free = free[stage.threads :]
-    return [placed.get(stage.name, tuple(cores)) for stage in pipeline.stages]
+    return [placed.get(stage.name, tuple(cores)) for stage in stages]
+
+
+def on_core(stage: StageSpec) -> StageSpec:
+    """``device: cpu:1`` as ``cores: [1]``."""
+    return stage if stage.core is None else stage.model_copy(update={"cores": (stage.core,)})
 
 
 def host() -> dict[str, Any]:

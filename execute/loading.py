@@ -96,7 +96,8 @@ def load_model(stage: StageSpec) -> Any:
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise _cannot_load(stage.model, error) from None
     check_can_roll_back(model.config, stage.model)
-    return model.to(stage.device).eval()
+    # One core of a CPU is a matter of pinning, not of torch's.
+    return model.to("cpu" if stage.core is not None else stage.device).eval()
 
 
 def _cannot_load(model: str, error: Exception) -> InputError:
@@ -109,6 +110,8 @@ def check_device(stage: StageSpec) -> None:
     kind = stage.device.partition(":")[0]
     index = stage.device.partition(":")[2]
     count = torch.cuda.device_count() if kind == "cuda" else 1 if kind == "cpu" else 0
+    if stage.core is not None:
+        return  # execute.host says whether it is there
     if count == 0 or (index and (not index.isdigit() or int(index) >= count)):
         here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         raise InputError(f"stages[{stage.name}].device", f"must be one of {', '.join(here)}", stage.device)

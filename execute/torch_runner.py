@@ -44,7 +44,7 @@ class TorchRunner:
             raise InputError(f"stages[{stage.name}].quantize", "must be 'int8' or absent here", stage.quantize)
         if stage.quantize == "int8" and stage.dtype != "float32":
             raise InputError(f"stages[{stage.name}].dtype", "must be float32 with quantize int8", stage.dtype)
-        if stage.quantize == "int8" and stage.device != "cpu":
+        if stage.quantize == "int8" and not stage.device.startswith("cpu"):
             raise InputError(f"stages[{stage.name}].device", "must be cpu with quantize int8", stage.device)
         model = load_model(stage)
         self.context_limit = getattr(model.config, "max_position_embeddings", None)

@@ -110,7 +110,7 @@ class Worker:
     def on_prompt(self, job: Job) -> None:
         assert self.place is not None
         self.job, self.closing, self.steps = job, False, []
-        stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos)
+        stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos, job.prompt)
         begin(self.runner, job, self.place)
         self._generate(stage)
         if not stage.is_target:
@@ -184,7 +184,7 @@ class Worker:
         before = len(stage.sequence)
         start = time.perf_counter()
         try:
-            tokens = self.runner.run(stage.sequence, step)
+            tokens = list(step.proposal) if step.proposal else self.runner.run(stage.sequence, step)
         except Exception as error:
             raise RuntimeError(f"in {step.kind} at position {step.position}: {error}") from error
         end = time.perf_counter()
@@ -192,7 +192,7 @@ class Worker:
         self.steps.append(StepRecord(
             prompt=self.job.number, stage=stage.index, kind=step.kind, start_s=start - self.job.clock,
             duration_s=end - start, position=step.position, context=step.cached,
-            width=len(tokens) if step.width == 0 else step.width, drafts=len(step.drafts), accepted=accepted,
+            width=step.width or len(tokens), drafts=len(step.drafts), accepted=accepted,
             emitted=len(stage.sequence) - before, epoch=step.epoch, rolled_back=step.rolled_back,
         ))
 

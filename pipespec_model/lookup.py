@@ -8,9 +8,12 @@ its own output.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .agreement import NO_PROPOSAL
-from .protocol import Step
+
+if TYPE_CHECKING:
+    from .protocol import Step
 
 
 class PromptLookup:
@@ -34,10 +37,13 @@ class PromptLookup:
         """The index follows the text at the next call."""
 
     def run(self, sequence: Sequence[int], step: Step) -> list[int]:
-        """Up to ``step.limit`` tokens that continue prompt + sequence; none without a match."""
+        return self.propose(sequence, step.limit)
+
+    def propose(self, sequence: Sequence[int], limit: int) -> list[int]:
+        """Up to ``limit`` tokens that continue prompt + sequence; none without a match."""
         self._become([*self._prompt, *sequence])
         out: list[int] = []
-        while len(out) < step.limit:
+        while len(out) < limit:
             token = self._next()
             if token == NO_PROPOSAL:
                 break

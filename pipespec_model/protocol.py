@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .lookup import PromptLookup
 from .spec import PipelineSpec
 
 
@@ -61,12 +62,14 @@ class Verdict:
 class Step:
     """One forward pass.
 
-    kind : ``prefill`` (the stage's first), ``draft`` (stage 0), ``verify``, ``decode`` (no drafts)
+    kind : ``prefill`` (the stage's first), ``draft`` (stage 0), ``verify``, ``decode`` (no drafts),
+        ``lookup`` (of a hybrid: what comes out is known, no model runs)
     position : generated tokens held before the step
     cached : of prompt + generated tokens, how many the stage's cache still covers
     width : tokens in the forward: those not cached yet plus the drafts (0 for a lookup)
     drafts : what is verified
     limit : most tokens a draft step may yield
+    proposal : what a ``lookup`` yields
     """
 
     kind: str
@@ -77,6 +80,7 @@ class Step:
     limit: int
     epoch: int
     rolled_back: bool
+    proposal: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -115,6 +119,7 @@ class Stage:
     prompt_length: int
     budget: int
     eos: frozenset[int] = frozenset()
+    prompt: tuple[int, ...] = ()  # its tokens; a hybrid looks them up
     sequence: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     counters: Counters = field(default_factory=Counters)
@@ -143,11 +148,17 @@ class Stage:
     _answered: int = 0
     _outbox_up: list[Verdict] = field(default_factory=list)
     _outbox_down: Drafts | None = None
+    _lookup: PromptLookup | None = None
 
     def __post_init__(self) -> None:
         self._has_turn = self.index == 0 or not self.synchronous
         # Blocking: of the downstream's own first token no request will tell.
         self._length_down = int(self.requesting)
+        spec = self.pipeline.stages[self.index]
+        if spec.hybrid and self.prompt:
+            # Only long matches: on a short one the model is right more often.
+            self._lookup = PromptLookup(spec.max_ngram, spec.max_ngram)
+            self._lookup.begin(self.prompt)
         self.done = self.budget <= 0
 
     # -- what the stage is ------------------------------------------------------------------
@@ -195,6 +206,9 @@ class Stage:
         if self.has_upstream and not alone:
             window = self.drafts[: min(room - 1, self.pipeline.links[self.index - 1].max_window)]
         held = self.prompt_length + len(self.sequence)
+        epoch = self._epoch_up if self.has_upstream else self._epoch_down
+        if self._lookup and self._started and (found := self._lookup.propose(self.sequence, room)):
+            return Step("lookup", len(self.sequence), self.cached, 0, (), len(found), epoch, False, tuple(found))
         if block:
             kind = "draft"
         elif not self._started:
@@ -204,8 +218,7 @@ class Stage:
         return Step(
             kind=kind, position=len(self.sequence), cached=self.cached,
             width=0 if block else held - self.cached + len(window),
-            drafts=window, limit=room if block else 1, epoch=self._epoch_up if self.has_upstream else self._epoch_down,
-            rolled_back=self._rolled_back,
+            drafts=window, limit=room if block else 1, epoch=epoch, rolled_back=self._rolled_back,
         )
 
     def _handshake(self) -> bool:
@@ -280,7 +293,7 @@ class Stage:
             choice after the last held token and after each draft, ``len(step.drafts) + 1`` of them.
         """
         first, self._started = not self._started, True
-        self._rolled_back = False
+        self._rolled_back = self._rolled_back and step.kind == "lookup"
         self.counters.steps += 1
         if self.is_drafter:
             return self._finish_draft(step, choices)
@@ -326,7 +339,7 @@ class Stage:
             if token in self.eos:
                 kept = kept[: i + 1]
                 break
-        if not self.pipeline.stages[self.index].block:
+        if step.width:
             self.cached = self.prompt_length + len(self.sequence)
         self.sequence += kept
         self._exhausted = len(kept) < step.limit and not (kept and kept[-1] in self.eos)

@@ -7,17 +7,28 @@ numbered from the drafter (0) to the target (k-1); link i joins stage i to stage
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from .errors import InputError
 
 Strategy = Literal["autoregressive", "speculative", "pipelined"]
 Handshake = Literal["overlapped", "blocking"]
 S = TypeVar("S", bound=BaseModel)
+AUTO = -1
+"""A lookahead that is still to be chosen; written ``auto``."""
 
 
 class Spec(BaseModel):
@@ -34,12 +45,13 @@ class StageSpec(Spec):
 
     ``model`` is a Hugging Face id, a local folder, a GGUF file or a name from the built-in zoo.
     ``drafter: prompt-lookup`` needs only that model's tokenizer: it proposes what followed the last
-    occurrence of the current n-gram.
+    occurrence of the current n-gram.  ``drafter: hybrid`` does so where an n-gram of ``max_ngram`` tokens
+    occurred before, and asks its model elsewhere.  ``device: cpu:1`` is core 1, which stages may share.
     """
 
     name: str = Field(min_length=1)
     model: str = Field(min_length=1)
-    drafter: Literal["model", "prompt-lookup"] = "model"
+    drafter: Literal["model", "prompt-lookup", "hybrid"] = "model"
     device: str = "cpu"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     quantize: Literal["int8", "4bit", "8bit"] | None = None
@@ -57,23 +69,50 @@ class StageSpec(Spec):
         """What decides this stage's tokens: two stages with one key choose alike."""
         if self.block:
             return f"prompt-lookup-{self.max_ngram}"
-        return f"{self.model}|{self.dtype}|{self.quantize or 'none'}"
+        return self._model_key + (f"+lookup-{self.max_ngram}" if self.hybrid else "")
 
     @property
     def time_key(self) -> str:
-        """What decides this stage's step times."""
-        return f"{self.choice_key}|{self.device}|{self.threads}t"
+        """What decides this stage's step times: a hybrid's are its model's."""
+        return f"{self.choice_key if self.block else self._model_key}|{self.device}|{self.threads}t"
+
+    @property
+    def _model_key(self) -> str:
+        return f"{self.model}|{self.dtype}|{self.quantize or 'none'}"
+
+    @property
+    def hybrid(self) -> bool:
+        return self.drafter == "hybrid"
+
+    @property
+    def core(self) -> int | None:
+        """The core that ``device`` names, if it names one."""
+        kind, _, number = self.device.partition(":")
+        return int(number) if kind == "cpu" and number.isdigit() else None
+
+
+def _lookahead(value: Any) -> Any:
+    if value == "auto":
+        return AUTO
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"must be >= 0 or auto, got {value}")
+    return value
+
+
+Lookahead = Annotated[int, BeforeValidator(_lookahead),
+                      PlainSerializer(lambda value: "auto" if value == AUTO else value)]
 
 
 class LinkSpec(Spec):
     """Between stage i and i+1.
 
-    lookahead : drafts that must wait before the verifier starts (0 = never wait)
+    lookahead : drafts that must wait before the verifier starts (0 = never wait); ``auto`` = what the
+        simulator finds best, chosen before the run
     buffer_tokens : drafts that may be undecided at once; a drafter that is this far ahead waits
     max_window : most drafts in one verification
     """
 
-    lookahead: int = Field(default=0, ge=0)
+    lookahead: Lookahead = 0
     buffer_tokens: int = Field(default=16, ge=1)
     max_window: int = Field(default=16, ge=1)
 
@@ -116,13 +155,13 @@ class PipelineSpec(Spec):
             raise ValueError(f"links must have one entry per neighbouring pair ({k - 1}), got {len(self.links)}")
         if len({stage.name for stage in self.stages}) != k:
             raise ValueError(f"stage names must differ, got {[stage.name for stage in self.stages]}")
-        if self.strategy == "speculative" and any(link.lookahead < 1 for link in self.links):
+        if self.strategy == "speculative" and any(link.lookahead == 0 for link in self.links):
             raise ValueError(
                 "lookahead must be >= 1 for strategy speculative, got 0: a synchronous drafter drafts "
                 "exactly lookahead tokens a round"
             )
         for i, stage in enumerate(self.stages):
-            if stage.block and (i or k == 1):
+            if stage.drafter != "model" and (i or k == 1):
                 raise ValueError(f"stages.{i}.drafter must be 'model': only a first drafter may be a lookup")
         return self
 
@@ -134,6 +173,18 @@ class PipelineSpec(Spec):
     def label(self) -> str:
         """The field's notation, drafter first: ``{lookup,int8,full}``."""
         return "{" + ",".join(stage.name for stage in self.stages) + "}"
+
+    def with_lookaheads(self, lookaheads: Sequence[int]) -> PipelineSpec:
+        links = zip(self.links, lookaheads, strict=True)
+        return self.model_copy(update={"links": tuple(
+            link.model_copy(update={"lookahead": number}) for link, number in links)})
+
+    def require_lookaheads(self) -> None:
+        """Raise InputError where a lookahead is still to be chosen."""
+        for i, link in enumerate(self.links):
+            if link.lookahead == AUTO:
+                raise InputError(f"links.{i}.lookahead", "must be a number here", "auto", (
+                    "choose it with pipespec simulate resolve PIPELINE --profile FILE"))
 
     @classmethod
     def alone(cls, stage: StageSpec) -> PipelineSpec:
@@ -159,6 +210,8 @@ def _first(error: ValidationError) -> str:
     field = ".".join(str(part) for part in item["loc"])
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
+        if message.startswith("must "):
+            return f"{field} {message}"
         return f"{field}: {message}" if field else message
     if item["type"] == "extra_forbidden":
         return f"{field} is not a known key: remove it or mend its spelling"

@@ -18,6 +18,7 @@ from pipespec_model.profile import Profile, load_profile, recorded
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import Trace, load_trace, save_trace
 
+from .choose import choose_lookaheads
 from .run import agreements_for, simulate
 from .timeline import save_chrome_trace, save_timeline
 
@@ -37,7 +38,8 @@ def run_command(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Throughput, speed-up, acceptance and use of each stage, with 90% intervals over replications."""
-    spec, known = load_pipeline(pipeline), load_profile(profile)
+    known = load_profile(profile)
+    spec = chosen(load_pipeline(pipeline), known)
     traces, plain = [], []
     for number in range(seed, seed + replications):
         prompts = _prompts(spec, known, num_prompts=num_prompts, num_tokens=num_tokens, seed=number)
@@ -54,6 +56,25 @@ def run_command(
         print_json(result)
     else:
         _show(result)
+
+
+def chosen(spec: PipelineSpec, profile: Profile) -> PipelineSpec:
+    """The pipeline with every ``auto`` lookahead chosen; says so on stderr."""
+    made = choose_lookaheads(spec, profile, agreements_for(spec, profile, num_prompts=12, num_tokens=64, seed=0))
+    if made != spec:
+        typer.echo(f"lookahead: {', '.join(str(link.lookahead) for link in made.links)}", err=True)
+    return made
+
+
+@app.command("resolve")
+def resolve_command(
+    pipeline: Annotated[Path, typer.Argument(help="pipeline YAML with lookahead: auto")],
+    profile: ProfileFile,
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("pipeline.resolved.yaml"),
+) -> None:
+    """Choose every ``auto`` lookahead by simulation and write the pipeline that ``execute`` can run."""
+    dump_pipeline(chosen(load_pipeline(pipeline), load_profile(profile)), out)
+    print(out)
 
 
 def _prompts(spec: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int, seed: int) -> list[Agreement]:
@@ -79,7 +100,8 @@ def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict
             "accepted_fraction": _mean([metrics.accepted_fraction(x) for x in total]),
             "wasted": _mean([metrics.ratio(x.wasted, x.drafted) for x in total])})
     return {
-        "pipeline": spec.label, "strategy": spec.strategy, "replications": len(traces),
+        "pipeline": spec.label, "strategy": spec.strategy,
+        "lookahead": [link.lookahead for link in spec.links], "replications": len(traces),
         "num_prompts": len(traces[0].prompts), "num_tokens": sum(len(p.tokens) for p in traces[0].prompts),
         "tokens_per_s": _mean(speeds),
         "speedup": _mean([a / b if b else None for a, b in zip(speeds, baseline, strict=True)]),
@@ -148,7 +170,8 @@ def trace_command(
     else:
         assert pipeline is not None
         assert profile is not None
-        spec, known = load_pipeline(pipeline), load_profile(profile)
+        known = load_profile(profile)
+        spec = chosen(load_pipeline(pipeline), known)
         shown = simulate(spec, known, agreements_for(spec, known, num_prompts=4, num_tokens=128, seed=0))
     make_folder(out)
     for name in ("timeline.png", "timeline.svg"):

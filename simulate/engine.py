@@ -108,11 +108,13 @@ class PromptRun:
     first_token_ns: int | None = None
 
     def __post_init__(self) -> None:
+        self.pipeline.require_lookaheads()
         self.env = simpy.Environment(initial_time=0)
         specs = self.pipeline.stages
         budget, eos = self.agreement.budget, frozenset(self.agreement.eos)
         self.stages = [
-            Stage(self.pipeline, i, self.agreement.prompt_length, budget, eos) for i in range(len(specs))
+            Stage(self.pipeline, i, self.agreement.prompt_length, budget, eos, self.agreement.prompt_tokens)
+            for i in range(len(specs))
         ]
         self.latency = [self.profile.stage_latency(spec) for spec in specs]
         self.costs = [self.profile.stage_costs(spec, self.pipeline.strategy) for spec in specs]
@@ -159,6 +161,8 @@ class PromptRun:
 
     def _tokens(self, i: int, step: Step) -> list[int]:
         sequence = self.stages[i].sequence
+        if step.kind == "lookup":
+            return list(step.proposal)
         if i in self.lookups:
             return self.lookups[i].run(sequence, step)
         if self.pipeline.stages[i].block:
@@ -166,6 +170,8 @@ class PromptRun:
         return self.replay.choices(i, sequence, step.drafts)
 
     def _work_ns(self, i: int, step: Step, num_tokens: int) -> int:
+        if step.kind == "lookup":
+            return 0  # its microseconds are part of the turnaround
         latency: StageLatency = self.latency[i]
         model = latency.prefill if step.kind == "prefill" and latency.prefill else latency.step
         width = num_tokens if self.pipeline.stages[i].block else step.width
@@ -183,7 +189,7 @@ class PromptRun:
         before = len(stage.sequence)
         accepted = stage.finish(step, tokens)
         now = self.env.now
-        width = len(tokens) if self.pipeline.stages[i].block else step.width
+        width = step.width or len(tokens)
         self.steps.append(StepRecord(
             prompt=self.prompt, stage=i, kind=step.kind, start_s=start / NS, duration_s=(now - start) / NS,
             position=step.position, context=step.cached, width=width, drafts=len(step.drafts),

@@ -75,7 +75,7 @@ def drive(pipeline: PipelineSpec, runners: Sequence[Any], prompt: Sequence[int],
     check : called as ``check(stage, runner)`` after each step
     """
     k = len(runners)
-    stages = [Stage(pipeline, i, len(prompt), budget, frozenset(eos)) for i in range(k)]
+    stages = [Stage(pipeline, i, len(prompt), budget, frozenset(eos), tuple(prompt)) for i in range(k)]
     inbox: list[deque[Any]] = [deque() for _ in stages]
     done = Done([], [[] for _ in stages])
 

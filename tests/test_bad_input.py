@@ -55,7 +55,7 @@ def made(tiny, tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize(("text", "said"), [
     (PAIR + "speed: 3\n", "p.yaml speed is not a known key"),
     ("stages:\n- {{name: a, model: b, latency_s: 3}}\n", "p.yaml stages.0.latency_s is not a known key"),
-    (PAIR + "links: [{{lookahead: -1}}]\n", "p.yaml links.0.lookahead must be >= 0, got -1"),
+    (PAIR + "links: [{{lookahead: -1}}]\n", "p.yaml links.0.lookahead must be >= 0 or auto, got -1"),
     (PAIR + "links: [{{lookahead: two}}]\n", "p.yaml links.0.lookahead must be a valid integer"),
     (PAIR + "links: [{{lookahead: 9, max_window: 4}}]\n", "lookahead must be <= min(buffer_tokens, max_window) = 4"),
     ("stages:\n- {{name: a, model: b}}\n", "p.yaml stages must be >= 2 for strategy pipelined, got 1"),

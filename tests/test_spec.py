@@ -32,7 +32,7 @@ def test_defaults_are_filled_in_for_every_link():
 @pytest.mark.parametrize(("data", "words"), [
     ({"stages": TWO, "lookahed": 2}, "lookahed is not a known key"),
     ({"stages": [{**TWO[0], "latency_s": 1.0}, TWO[1]]}, "stages.0.latency_s is not a known key"),
-    ({"stages": TWO, "links": [{"lookahead": -1}]}, "links.0.lookahead must be >= 0, got -1"),
+    ({"stages": TWO, "links": [{"lookahead": -1}]}, "links.0.lookahead must be >= 0 or auto, got -1"),
     ({"stages": TWO, "links": [{"buffer_tokens": 0}]}, "links.0.buffer_tokens must be >= 1, got 0"),
     ({"stages": TWO, "links": [{"max_window": 0}]}, "links.0.max_window must be >= 1, got 0"),
     ({"stages": TWO[:1], "strategy": "pipelined"}, "stages must be >= 2 for strategy pipelined, got 1"),
