@@ -1,4 +1,4 @@
-"""``pipespec execute``: generate text with a pipeline; calibrate one."""
+"""``pipespec execute``: generate text with a pipeline; calibrate one; bench several side by side."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from pipespec_model.profile import save_profile
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import TraceWriter, save_trace
 
+from . import bench_report
+from .bench import MIN_REPEATS, bench, from_files, num_runs
+from .built_in import contenders
 from .calibrate import calibrate
 from .fleet import Fleet, new_trace
 from .host import assign_cores
 from .loading import end_of_sequence, load_tokenizer
+from .peer import PEERS
 from .prompts import Prompt, built_in, encode, load_prompts
 from .vocabulary import common_vocabulary
+from .zoo import BUILT_IN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 PipelineFile = Annotated[Path, typer.Argument(help="pipeline YAML, or a models.json list")]
@@ -114,6 +119,65 @@ def calibrate_command(
         print_json(profile.to_dict())
     else:
         print(out / "profile.json")
+
+
+BENCH_DTYPES = ("float32", "bfloat16")
+
+
+@app.command("bench")
+def bench_command(
+    pipelines: Annotated[list[Path] | None, typer.Argument(help="pipeline YAMLs; built-in ones without")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face id, folder, GGUF file or built-in name")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16")] = None,
+    threads: Annotated[int | None, typer.Option(help="of every stage (default 1)")] = None,
+    lookahead: Annotated[int | None, typer.Option(help="of the synchronous int8 drafter (default 3)")] = None,
+    prompts: PromptFile = None,
+    max_new_tokens: Annotated[int, typer.Option()] = 64,
+    repeats: Annotated[int, typer.Option(help="of each prompt the fastest counts")] = MIN_REPEATS,
+    peer: Annotated[str | None, typer.Option(help="transformers: its generate(), assisted and lookup too")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "--few", help="so many prompts, evenly spread")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for traces, bench.json and bench.csv")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the table")] = False,
+) -> None:
+    """Strategies side by side on the same prompts, in turns; --peer transformers runs the library's own too."""
+    if peer is not None and peer not in PEERS:
+        raise InputError("--peer", f"must be {' or '.join(PEERS)}", peer)
+    for name, value, least in (("--repeats", repeats, MIN_REPEATS), ("--max-new-tokens", max_new_tokens, 1)):
+        if value < least:
+            raise InputError(name, f"must be >= {least}", value)
+    if pipelines and any(option is not None for option in (model, dtype, threads, lookahead)):
+        raise InputError("--model, --dtype, --threads and --lookahead", "must not be given with a pipeline file",
+                         mend="write them in the file")
+    if dtype is not None and dtype not in BENCH_DTYPES:
+        raise InputError("--dtype", f"must be one of {', '.join(BENCH_DTYPES)}", dtype)
+    specs = from_files(pipelines) if pipelines else contenders(
+        model or BUILT_IN, dtype or "float32", threads=1 if threads is None else threads,
+        lookahead=3 if lookahead is None else lookahead)
+    chosen = _spread(load_prompts(prompts) if prompts else built_in("evaluation"), limit)
+    target = next(iter(specs.values())).target
+    tokenizer = load_tokenizer(target.model)
+    encoded = encode(chosen, tokenizer, end_of_sequence(target.model, tokenizer))
+    if out is not None:
+        make_folder(out)
+    bar, advance = progress_bar(num_runs(specs, len(encoded), repeats=repeats, peer=peer is not None))
+    with bar:
+        done = bench(specs, encoded, max_new_tokens=max_new_tokens, repeats=repeats, peer=peer is not None, out=out,
+                     advance=advance)
+    data = bench_report.document(done, max_new_tokens=max_new_tokens, repeats=repeats)
+    if out is not None:
+        bench_report.write(data, out)
+    if json_:
+        print_json(data)
+    else:
+        bench_report.show(data, f"{target.model}, {target.dtype}, {len(encoded)} prompts × {max_new_tokens} tokens")
+
+
+def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    if limit is None or limit >= len(prompts):
+        return prompts
+    if limit < 1:
+        raise InputError("--limit", "must be >= 1", limit)
+    return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
 def _prepare(path: Path, prompts: list[Prompt]) -> tuple[PipelineSpec, list[Prompt], Any]:

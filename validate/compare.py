@@ -12,6 +12,7 @@ import numpy as np
 from pipespec_model import closed_form, metrics
 from pipespec_model.acceptance import IID, Markov
 from pipespec_model.agreement import Agreement
+from pipespec_model.metrics import best_of_repeats
 from pipespec_model.profile import Profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, Trace
@@ -76,19 +77,6 @@ def reproduced(trace: Trace, name: str) -> bool:
     """Whether a prompt's fastest run was no luck and no lull missed: a second repeat came near it."""
     found = sorted(prompt.total_s for prompt in trace.prompts if prompt.name == name)
     return len(found) > 1 and found[1] <= (1 + REPRODUCED) * found[0]
-
-
-def best_of_repeats(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """One record a prompt: its fastest repeat.
-
-    A neighbour on a shared machine only ever adds time, so the fastest of interleaved repeats is the
-    nearest to the machine's own speed.  The same rule for every row, the baselines included.
-    """
-    best: dict[str, PromptRecord] = {}
-    for prompt in prompts:
-        if prompt.name not in best or prompt.total_s < best[prompt.name].total_s:
-            best[prompt.name] = prompt
-    return list(best.values())
 
 
 def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile, agreements: Sequence[Agreement],

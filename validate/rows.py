@@ -7,9 +7,9 @@ cores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from execute.built_in import chain, pipeline
 from execute.scripted import Script
 from pipespec_model.acceptance import IID
 from pipespec_model.agreement import Agreement, synthetic
@@ -56,15 +56,6 @@ def real_rows(model: str, dtype: str, num_cores: int) -> list[Row]:
                                                   LinkSpec(max_window=4)), "three stages"),
         ]
     return rows
-
-
-def chain(stages: Sequence[StageSpec], lookahead: int) -> PipelineSpec:
-    links = tuple(LinkSpec(lookahead=lookahead) for _ in stages[1:])
-    return PipelineSpec(strategy="speculative", stages=tuple(stages), links=links)
-
-
-def pipeline(stages: Sequence[StageSpec], *links: LinkSpec) -> PipelineSpec:
-    return PipelineSpec(stages=tuple(stages), links=links)
 
 
 # Step times of the emulated stages in seconds, drafter first: the published 1B, 8B and 70B models'

@@ -1,0 +1,194 @@
+"""The transformers library as a peer: its own ``generate()`` in a process of its own.
+
+A twin of a contender does the same work the library's way: plain greedy decoding, assisted generation
+with the same drafter, prompt lookup.  It loads the same weights, runs on the same cores with as many
+threads, and stops at the same tokens.  What differs is the library's choice: its assistant reads the
+prompt with the drafter's own (quantised) weights, and its lookup takes the first match, of one token
+at the least, where ours takes the last, of two.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import warnings
+from collections.abc import Sequence
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from pipespec_model.errors import InputError, StageError
+from pipespec_model.spec import PipelineSpec, StageSpec
+from pipespec_model.trace import PromptRecord, StepRecord
+
+from .fleet import LOAD_TIMEOUT_S, _no_interrupt
+from .prompts import Prompt
+from .worker import set_threads
+
+PEERS = ("transformers",)
+ANSWER_TIMEOUT_S = 3600.0
+
+
+def has_twin(pipeline: PipelineSpec) -> bool:
+    """Whether the library can do it: one stage at a time, at most one drafter, that is a model or a lookup."""
+    return pipeline.strategy != "pipelined" and len(pipeline.stages) <= 2 and not pipeline.stages[0].hybrid
+
+
+class Peer:
+    """The parent's side.  A context manager: leaving it ends the process.
+
+    pipelines : resolved (with cores and threads), all with one target; each gets a twin
+    """
+
+    def __init__(self, pipelines: Sequence[PipelineSpec]) -> None:
+        self.pipelines = list(pipelines)
+        self.process: BaseProcess | None = None
+        self._end: Connection | None = None
+        self._current = ""
+
+    def __enter__(self) -> Peer:
+        context = get_context("spawn")
+        self._end, theirs = context.Pipe()
+        self.process = context.Process(target=main, name="transformers", daemon=True, args=(self.pipelines, theirs))
+        try:
+            with _no_interrupt():
+                self.process.start()
+            theirs.close()
+            self._receive(LOAD_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end.close()  # the process sees the end of its commands
+        if self.process is not None and self.process.pid is not None:
+            self.process.join(timeout=2)
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
+
+    def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
+                   repeat: int = 0) -> tuple[PromptRecord, list[StepRecord]]:
+        """As ``Fleet.run_prompt``, by the twin of ``pipeline``.  ``generate()`` tells of no step and of no
+        earlier time than its end."""
+        assert self._end is not None
+        self._current = f", while working on prompt {prompt.name!r}"
+        try:
+            self._end.send((self.pipelines.index(pipeline), prompt.tokens, prompt.eos, max_new_tokens))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._dead() from None
+        tokens, seconds = self._receive(ANSWER_TIMEOUT_S)
+        self._current = ""
+        return PromptRecord(
+            prompt=number, name=prompt.name, prompt_length=len(prompt.tokens), tokens=tokens, total_s=seconds,
+            ttft_s=seconds, counters=[], category=prompt.category, repeat=repeat), []
+
+    def _receive(self, timeout_s: float) -> tuple[Any, ...]:
+        assert self._end is not None
+        assert self.process is not None
+        ready = connection.wait([self._end, self.process.sentinel], timeout_s)
+        if not ready:
+            raise StageError(f"peer 'transformers' did not answer within {timeout_s:.0f} s{self._current}")
+        try:
+            # What it said before it ended comes first.
+            verb, *body = self._end.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._dead() from None
+        if verb == "input":
+            raise InputError("peer 'transformers':", body[0])
+        if verb == "failure":
+            raise StageError(f"peer 'transformers' failed: {body[0]}{self._current}")
+        return tuple(body)
+
+    def _dead(self) -> StageError:
+        assert self.process is not None
+        self.process.join(timeout=1)
+        return StageError(f"peer 'transformers' ended with exit code {self.process.exitcode}{self._current}")
+
+
+class Twin:
+    """One contender's work by ``generate()``, which keeps nothing between prompts."""
+
+    def __init__(self, pipeline: PipelineSpec, model: Any) -> None:
+        self.target, self._model = pipeline.target, model
+        self._options: dict[str, Any] = {}
+        self._assistant: dict[str, Any] = {}
+        if len(pipeline.stages) == 1:
+            return
+        drafter, lookahead = pipeline.stages[0], pipeline.links[0].lookahead
+        if drafter.block:
+            self._options = {"prompt_lookup_num_tokens": lookahead, "max_matching_ngram_size": drafter.max_ngram}
+        else:
+            self._assistant = {"assistant_model": assistant(drafter, lookahead)}
+
+    def generate(self, prompt: Sequence[int], eos: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
+        """The new tokens, and the seconds of ``generate()`` alone."""
+        import torch
+        from transformers import GenerationConfig
+
+        ids = torch.tensor([list(prompt)], device=self._model.device)
+        mask = torch.ones_like(ids)
+        # The model's own defaults (a temperature, penalties, other ends) would fill what is not given here.
+        self._model.generation_config = GenerationConfig(eos_token_id=list(eos) or None)
+        wanted = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(eos) or None,
+                                  pad_token_id=eos[0] if eos else 0, **self._options)
+        begun = time.perf_counter()
+        out = self._model.generate(ids, attention_mask=mask, generation_config=wanted, **self._assistant)
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        seconds = time.perf_counter() - begun
+        return out[0, len(prompt) :].tolist(), seconds
+
+
+def assistant(drafter: StageSpec, lookahead: int) -> Any:
+    """The drafter as an assistant that always drafts ``lookahead`` tokens, however sure it is."""
+    from transformers import GenerationConfig
+
+    from .loading import int8_model, load_model
+
+    model = load_model(drafter)
+    made = int8_model(model) if drafter.quantize == "int8" else model
+    made.generation_config = GenerationConfig(
+        num_assistant_tokens=lookahead, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+    return made
+
+
+def serve(pipelines: Sequence[PipelineSpec], parent: Connection) -> None:
+    from transformers import logging
+
+    from .loading import load_model
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target = pipelines[0].target
+    set_threads(target.threads, target.cores or (), torch_loaded=True)
+    model = load_model(target)
+    twins = [Twin(pipeline, model) for pipeline in pipelines]
+    parent.send(("ready",))
+    while True:
+        index, prompt, eos, max_new_tokens = parent.recv()
+        stage = twins[index].target
+        set_threads(stage.threads, stage.cores or (), torch_loaded=True)
+        parent.send(("done", *twins[index].generate(prompt, eos, max_new_tokens)))
+
+
+def main(pipelines: Sequence[PipelineSpec], parent: Connection) -> None:
+    """Entry point of the process."""
+    # Ctrl-C reaches the whole process group; the parent decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The library's advice is not for whoever reads our progress on stderr.
+    warnings.simplefilter("ignore")
+    try:
+        serve(pipelines, parent)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone or has done
+    except InputError as error:
+        parent.send(("input", str(error)))
+    except Exception as error:
+        parent.send(("failure", f"{type(error).__name__}: {error}"))
