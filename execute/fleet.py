@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from multiprocessing import connection, get_context
@@ -147,8 +147,15 @@ class Fleet:
                 raise self._dead(sentinels[item])
         return bool(ready)
 
-    def _dead(self, name: str) -> StageError:
-        # A stage whose neighbour died ends too, with code 0: the one to name is the first cause.
+    def _dead(self, name: str) -> Exception:
+        # A stage whose neighbour died ends too, with code 0: the one to name is the first cause, and
+        # what it said of it may still wait to be read.
+        for other, end in self.connections.items():
+            with suppress(EOFError, ConnectionResetError):
+                while end.poll(0):
+                    message = end.recv()
+                    if message[0] == "error":
+                        return self._failed(other, message)
         self.processes[name].join(timeout=1)
         codes = {other: process.exitcode for other, process in self.processes.items()}
         name = next((other for other, code in codes.items() if code), name)

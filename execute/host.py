@@ -33,8 +33,9 @@ def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, .
         if stage.threads > len(cores):
             raise InputError(f"stages[{stage.name}].threads", f"must be <= the {len(cores)} cores here", stage.threads)
         missing = set(stage.cores or ()) - set(cores)
-        if stage.core is not None and stage.threads > 1:
-            raise InputError(f"stages[{stage.name}].threads", f"must be 1 on core {stage.device}", stage.threads)
+        if stage.cores is not None and stage.threads > len(stage.cores):
+            raise InputError(f"stages[{stage.name}].threads", f"must be <= the {len(stage.cores)} cores that it names",
+                             stage.threads)
         if missing:
             raise InputError(f"stages[{stage.name}].cores", f"must be among {cores}", list(stage.cores or ()))
     together = pipeline.strategy == "pipelined"

@@ -27,6 +27,7 @@ from transformers import (
 from pipespec_model.errors import InputError
 from pipespec_model.spec import StageSpec
 
+from .host import available_cores
 from .prompts import eos_ids
 from .zoo import BUILT_IN, built_in_folder
 
@@ -107,13 +108,9 @@ def _cannot_load(model: str, error: Exception) -> InputError:
 
 
 def check_device(stage: StageSpec) -> None:
-    kind = stage.device.partition(":")[0]
-    index = stage.device.partition(":")[2]
-    count = torch.cuda.device_count() if kind == "cuda" else 1 if kind == "cpu" else 0
-    if stage.core is not None:
-        return  # execute.host says whether it is there
-    if count == 0 or (index and (not index.isdigit() or int(index) >= count)):
-        here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    """Raise InputError where a device, or the core that it names, is not there."""
+    here = ["cpu", *(f"cpu:{i}" for i in available_cores()), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if stage.device not in here and not (stage.device == "cuda" and torch.cuda.device_count()):
         raise InputError(f"stages[{stage.name}].device", f"must be one of {', '.join(here)}", stage.device)
 
 

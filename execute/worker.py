@@ -13,6 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from multiprocessing import connection
@@ -246,7 +247,10 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
 def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> int:
     """Pin this process and set its thread budget; returns the effective number of threads."""
     if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+        # Every thread by itself: those that OpenMP has begun keep the cores that they began on.
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cores)
     if not torch_loaded:
         return 1
     import torch

@@ -132,15 +132,23 @@ def acceptance_at_position(trace: Trace) -> list[float | None]:
 def stage_use(trace: Trace) -> list[dict[str, float | None]]:
     """Per stage: share of the wall time spent computing and waiting, and share of its tokens cut."""
     wall = sum(prompt.total_s for prompt in trace.prompts)
+    ends = {prompt.prompt: prompt.total_s for prompt in trace.prompts}
     out = []
     for stage in range(len(trace.pipeline["stages"])):
-        busy = sum(step.duration_s for step in trace.steps if step.stage == stage)
+        busy = sum(_within(step, ends.get(step.prompt)) for step in trace.steps if step.stage == stage)
         drafted = sum(prompt.counters[stage]["drafted"] for prompt in trace.prompts)
         cut = sum(prompt.counters[stage]["cut"] for prompt in trace.prompts)
         share = ratio(busy, wall)
         out.append({"busy": share, "waiting": None if share is None else max(0.0, 1 - share),
                     "wasted": ratio(cut, drafted)})
     return out
+
+
+def _within(step: StepRecord, end_s: float | None) -> float:
+    """What of a step lies before its prompt's end: a drafter's last one may outlast the target's."""
+    if step.start_s is None or end_s is None:
+        return step.duration_s
+    return min(step.duration_s, max(0.0, end_s - step.start_s))
 
 
 def bootstrap_interval(prompts: Sequence[PromptRecord], statistic: Callable[[NDArray[Any], NDArray[Any]], Any], *,

@@ -186,7 +186,7 @@ class Profile:
         if unknown:
             raise InputError(f"{where}: {unknown[0]}", f"is not a known key ({', '.join(sorted(known))})")
         version = data.get("version", PROFILE_VERSION)
-        if version != PROFILE_VERSION:
+        if version != PROFILE_VERSION or isinstance(version, bool):
             raise InputError(f"{where}: version", f"must be {PROFILE_VERSION}", version)
         if not data.get("latency"):
             raise InputError(f"{where}: latency", "must hold at least one stage")

@@ -251,4 +251,19 @@ def _record(cls: type, record: dict[str, Any], path: Path, number: int) -> Any:
         value = getattr(made, item.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{path}:{number}: {item.name}", "must be finite", value)
+        if not _is(value, str(item.type)):
+            raise InputError(f"{path}:{number}: {item.name}", f"must be {item.type}", value)
     return made
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of a field's type, as the record writes it."""
+    if kind.endswith(" | None"):
+        return value is None or _is(value, kind.removesuffix(" | None"))
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_is(item, kind[5:-1]) for item in value)
+    if kind.startswith("dict[str, "):
+        return isinstance(value, dict) and all(_is(item, kind[10:-1]) for item in value.values())
+    if kind == "float":
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is {"int": int, "str": str, "bool": bool}[kind]
