@@ -59,7 +59,7 @@ def validate(
     tokens = 64 if full else 24
     settings = Settings(
         model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=3, full=full,
-        emulated_prompts=12 if full else 8, emulated_tokens=48 if full else 24,
+        emulated_prompts=12 if full else 6, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
         prompts_sha256=hashlib.sha256("\0".join(p.text for p in chosen).encode()).hexdigest(),
         rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows])

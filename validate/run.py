@@ -83,7 +83,7 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
     before = emulated_agreements(12, num_tokens, first=1000)
     after = emulated_agreements(num_prompts, num_tokens, first=0)
     # Step times that are set need few rounds and no repeat; the other agreements serve the forecast.
-    return Group(emulated_rows(), emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=3,
+    return Group(emulated_rows(), emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=2,
                  calibration_agreements=before, evaluation_agreements=after)
 
 
