@@ -8,8 +8,8 @@ from importlib import import_module
 
 COMMANDS = {
     "validate": "calibrate, predict, measure and report (the main job)",
-    "execute": "generate text, calibrate a pipeline",
-    "simulate": "simulate a pipeline, draw a timeline",
+    "execute": "generate text, calibrate a pipeline, strategies side by side",
+    "simulate": "simulate a pipeline, choose lookaheads, draw a timeline",
 }
 
 
