@@ -43,6 +43,7 @@ def run_command(
 ) -> None:
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
     spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
+    spec.require_lookaheads()  # before a model is loaded
     if out is not None:
         make_folder(out)
     with Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
@@ -135,7 +136,7 @@ def bench_command(
     max_new_tokens: Annotated[int, typer.Option()] = 64,
     repeats: Annotated[int, typer.Option(help="of each prompt the fastest counts")] = MIN_REPEATS,
     peer: Annotated[str | None, typer.Option(help="transformers: its generate(), assisted and lookup too")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", "--few", help="so many prompts, evenly spread")] = None,
+    limit: Annotated[int | None, typer.Option(help="so many prompts, evenly spread")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for traces, bench.json and bench.csv")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the table")] = False,
 ) -> None:

@@ -15,12 +15,13 @@ from typing import Any, Protocol, TypeVar
 
 from pipespec_model import metrics
 from pipespec_model.errors import InputError
-from pipespec_model.spec import PipelineSpec, StageSpec, load_pipeline
+from pipespec_model.spec import PipelineSpec, load_pipeline
 from pipespec_model.trace import PromptRecord, StepRecord, Trace, TraceWriter
 
 from .fleet import Fleet, new_trace
 from .host import assign_cores
 from .peer import Peer, has_twin
+from .processes import processes_for
 from .prompts import Prompt
 from .vocabulary import common_vocabulary
 
@@ -100,24 +101,6 @@ def from_files(paths: Sequence[Path]) -> dict[str, PipelineSpec]:
     if not any(spec.strategy == "autoregressive" for spec in found.values()):
         found = {"autoregressive": PipelineSpec.alone(next(iter(found.values())).target), **found}
     return found
-
-
-def processes_for(pipelines: Mapping[str, PipelineSpec]) -> list[StageSpec]:
-    """One process a stage name, whatever its threads and cores, which each pipeline sets anew."""
-    found: dict[str, StageSpec] = {}
-    for name, spec in pipelines.items():
-        for stage in spec.stages:
-            first = found.setdefault(stage.name, stage)
-            if _loaded(first) != _loaded(stage):
-                raise InputError(f"{name}: stage {stage.name!r}", "must be the same in all pipelines",
-                                 stage.choice_key, "rename one of the two")
-    return list(found.values())
-
-
-def _loaded(stage: StageSpec) -> StageSpec:
-    """What of a stage decides what its process loads."""
-    device = "cpu" if stage.core is not None else stage.device
-    return stage.model_copy(update={"threads": 1, "cores": None, "device": device})
 
 
 def num_runs(pipelines: Mapping[str, PipelineSpec], num_prompts: int, *, repeats: int, peer: bool) -> int:

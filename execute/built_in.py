@@ -22,6 +22,16 @@ def pipeline(stages: Sequence[StageSpec], *links: LinkSpec) -> PipelineSpec:
     return PipelineSpec(stages=tuple(stages), links=links)
 
 
+def stages(model: str, dtype: str, *, threads: int) -> tuple[StageSpec, StageSpec, StageSpec]:
+    """The lookup, the int8 copy and the model itself."""
+    return (
+        StageSpec(name="lookup", model=model, drafter="prompt-lookup", dtype=dtype),
+        # Of the float32 weights whatever the target's type: that is what dynamic quantisation takes.
+        StageSpec(name="int8", model=model, quantize="int8", threads=threads),
+        StageSpec(name="full", model=model, dtype=dtype, threads=threads),
+    )
+
+
 def contenders(model: str, dtype: str, *, threads: int, lookahead: int) -> dict[str, PipelineSpec]:
     """Pipelines by name, the baseline first; pipelined ones only where the cores suffice.
 
@@ -33,10 +43,7 @@ def contenders(model: str, dtype: str, *, threads: int, lookahead: int) -> dict[
         raise InputError("--lookahead", f"must be in 1..{longest}", lookahead)
     if threads < 1:
         raise InputError("--threads", "must be >= 1", threads)
-    full = StageSpec(name="full", model=model, dtype=dtype, threads=threads)
-    lookup = StageSpec(name="lookup", model=model, drafter="prompt-lookup", dtype=dtype)
-    # Of the float32 weights whatever the target's type: that is what dynamic quantisation takes.
-    int8 = StageSpec(name="int8", model=model, quantize="int8", threads=threads)
+    lookup, int8, full = stages(model, dtype, threads=threads)
     found = {"autoregressive": PipelineSpec.alone(full), "speculative-int8": chain((int8, full), lookahead),
              "speculative-lookup": chain((lookup, full), LOOKUP_WINDOW)}
     assign_cores(found["autoregressive"], scripted=False)

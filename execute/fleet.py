@@ -6,12 +6,10 @@ compared run in the same processes, in the same minutes.  Only the parent writes
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from multiprocessing import connection, get_context
@@ -26,24 +24,12 @@ from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
 from . import worker
 from .host import assign_cores, host, versions
+from .processes import end_process, start
 from .prompts import Prompt
 from .scripted import Script, Wrong
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
-
-
-@contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group; a child that starts meanwhile inherits not to mind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Fleet:
@@ -82,8 +68,7 @@ class Fleet:
                 process = context.Process(
                     target=worker.main, name=name, daemon=True,
                     args=(self.stages[name], self.scripts.get(name), self.vocabulary, theirs, ends[name]))
-                with _no_interrupt():
-                    process.start()
+                start(process)
                 theirs.close()
                 for end in ends[name].values():
                     end.close()
@@ -105,10 +90,7 @@ class Fleet:
             except OSError:
                 continue
         for process in self.processes.values():
-            process.join(timeout=2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            end_process(process)
         for end in self.connections.values():
             end.close()
         self.processes, self.connections = {}, {}

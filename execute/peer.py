@@ -22,7 +22,8 @@ from pipespec_model.errors import InputError, StageError
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord
 
-from .fleet import LOAD_TIMEOUT_S, _no_interrupt
+from .fleet import LOAD_TIMEOUT_S
+from .processes import end_process, start
 from .prompts import Prompt
 from .worker import set_threads
 
@@ -52,8 +53,7 @@ class Peer:
         self._end, theirs = context.Pipe()
         self.process = context.Process(target=main, name="transformers", daemon=True, args=(self.pipelines, theirs))
         try:
-            with _no_interrupt():
-                self.process.start()
+            start(self.process)
             theirs.close()
             self._receive(LOAD_TIMEOUT_S)
         except BaseException:
@@ -67,11 +67,8 @@ class Peer:
     def close(self) -> None:
         if self._end is not None:
             self._end.close()  # the process sees the end of its commands
-        if self.process is not None and self.process.pid is not None:
-            self.process.join(timeout=2)
-            if self.process.is_alive():
-                self.process.kill()
-                self.process.join()
+        if self.process is not None:
+            end_process(self.process)
 
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
                    repeat: int = 0) -> tuple[PromptRecord, list[StepRecord]]:

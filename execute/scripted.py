@@ -14,7 +14,7 @@ from typing import Any
 
 from pipespec_model.agreement import Agreement, Replay
 from pipespec_model.latency import LatencyModel
-from pipespec_model.protocol import Step
+from pipespec_model.messages import Step
 from pipespec_model.uniforms import STEP_TIME, uniform
 
 

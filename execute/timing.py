@@ -9,7 +9,7 @@ import numpy as np
 
 from pipespec_model.agreement import Agreement
 from pipespec_model.lookup import PromptLookup
-from pipespec_model.protocol import Step
+from pipespec_model.messages import Step
 from pipespec_model.trace import NO_PROMPT, StepRecord
 
 from .scripted import ScriptedRunner

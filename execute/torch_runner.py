@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipespec_model.errors import InputError
-from pipespec_model.protocol import Step
+from pipespec_model.messages import Step
 from pipespec_model.spec import StageSpec
 
 from .decoders import decoders

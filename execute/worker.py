@@ -23,7 +23,8 @@ from typing import Any, Protocol
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.lookup import PromptLookup
-from pipespec_model.protocol import Stage, Step
+from pipespec_model.messages import Step
+from pipespec_model.protocol import Stage
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 

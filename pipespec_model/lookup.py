@@ -8,12 +8,9 @@ its own output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .agreement import NO_PROPOSAL
-
-if TYPE_CHECKING:
-    from .protocol import Step
+from .messages import Step
 
 
 class PromptLookup:

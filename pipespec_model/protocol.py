@@ -20,8 +20,6 @@ steps (a middle stage asks its own upstream before it goes on), and whoever find
 nothing, even when the downstream is longer; so a bonus token is drafted again, perhaps wrongly.  In a
 chain, ``blocking`` means that last rule alone.  Where a published stage could go on for ever with nothing
 to offer (no lookup match), ours takes the longer sequence and says *final*.
-
-Positions count generated tokens; the prompt lies before position 0.
 """
 
 from __future__ import annotations
@@ -30,74 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .lookup import PromptLookup
+from .messages import Counters, Drafts, Step, Verdict
 from .spec import PipelineSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Downstream: tokens for positions ``start``, ``start + 1``, …  ``final``: no more to come.
-    ``answers``: serial of the last verdict that they take into account."""
-
-    epoch: int
-    serial: int
-    start: int
-    tokens: tuple[int, ...]
-    final: bool
-    answers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Upstream: the verifier's tokens from ``start``.  ``turn``: the receiver may work again
-    (a synchronous chain hands its one turn round; in a pipeline every stage always has it)."""
-
-    epoch: int
-    serial: int
-    start: int
-    tokens: tuple[int, ...]
-    turn: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass.
-
-    kind : ``prefill`` (the stage's first), ``draft`` (stage 0), ``verify``, ``decode`` (no drafts),
-        ``lookup`` (of a hybrid: what comes out is known, no model runs)
-    position : generated tokens held before the step
-    cached : of prompt + generated tokens, how many the stage's cache still covers
-    width : tokens in the forward: those not cached yet plus the drafts (0 for a lookup)
-    drafts : what is verified
-    limit : most tokens a draft step may yield
-    proposal : what a ``lookup`` yields
-    """
-
-    kind: str
-    position: int
-    cached: int
-    width: int
-    drafts: tuple[int, ...]
-    limit: int
-    epoch: int
-    rolled_back: bool
-    proposal: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class Counters:
-    """What became of tokens.  ``drafted = kept + cut + undecided`` counted by the drafter;
-    ``proposed >= accepted + rejected`` counted by its verifier (see metrics.py)."""
-
-    drafted: int = 0
-    kept: int = 0
-    cut: int = 0
-    undecided: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    emitted: int = 0
-    steps: int = 0
-    stale: int = 0
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""Train the built-in family: three Llama models of one tokenizer, on text that comes with Python.
+"""Train a family of three Llama models with one tokenizer, on text that comes with Python.
+
+None is part of the package yet: in 34 minutes on two cores the smaller two came to agree with the
+largest at 0.53 and 0.69 of held-out positions, too little to draft with.
 
     python scripts/train_family.py OUT [--minutes 40]
 

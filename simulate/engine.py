@@ -19,8 +19,9 @@ import simpy
 
 from pipespec_model.agreement import Agreement, Replay
 from pipespec_model.lookup import PromptLookup
+from pipespec_model.messages import Drafts, Step, Verdict
 from pipespec_model.profile import Profile, StageLatency
-from pipespec_model.protocol import Drafts, Stage, Step, Verdict
+from pipespec_model.protocol import Stage
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, StepRecord
 from pipespec_model.uniforms import STEP_TIME, uniform

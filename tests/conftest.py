@@ -16,8 +16,9 @@ import pytest
 from execute.scripted import Script, ScriptedRunner
 from pipespec_model.agreement import Agreement
 from pipespec_model.latency import Constant
+from pipespec_model.messages import Step
 from pipespec_model.metrics import LinkFigures
-from pipespec_model.protocol import Stage, Step
+from pipespec_model.protocol import Stage
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 
 VOCABULARY = 96

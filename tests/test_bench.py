@@ -13,9 +13,10 @@ import pytest
 from conftest import chain, stage
 
 from execute import built_in
-from execute.bench import Contender, Keeper, from_files, measure, processes_for, rotated
+from execute.bench import Contender, Keeper, from_files, measure, rotated
 from execute.bench_report import document, first_differences, pairs, row, sentence, throughput_ratio
 from execute.peer import Peer, Twin, has_twin
+from execute.processes import processes_for
 from execute.prompts import Prompt
 from pipespec_model.__main__ import main
 from pipespec_model.errors import InputError, StageError

@@ -11,7 +11,7 @@ from conftest import STRATEGIES, chain, drive, stage
 from transformers import DynamicCache
 
 from execute.torch_runner import crop_to
-from pipespec_model.protocol import Step
+from pipespec_model.messages import Step
 
 PROMPT = (5, 6, 7, 8)
 

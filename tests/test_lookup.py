@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipespec_model.lookup import NO_PROPOSAL, PromptLookup
-from pipespec_model.protocol import Step
+from pipespec_model.messages import Step
 
 
 def propose(prompt: Sequence[int], sequence: Sequence[int] = (), limit: int = 3, **options: int) -> list[int]:

@@ -62,8 +62,8 @@ from pipespec_model import metrics
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError, StageError
 from pipespec_model.latency import Constant
+from pipespec_model.messages import Step
 from pipespec_model.profile import Profile, StageLatency
-from pipespec_model.protocol import Step
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace, TraceWriter, load_trace, save_trace
 from simulate.engine import PromptRun

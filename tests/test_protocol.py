@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_model.agreement import Agreement, Replay
+from pipespec_model.messages import Counters, Drafts, Step, Verdict
 from pipespec_model.metrics import LinkFigures
-from pipespec_model.protocol import Counters, Drafts, Stage, Step, Verdict
+from pipespec_model.protocol import Stage
 from pipespec_model.spec import PipelineSpec
 
 LINK = {"lookahead": 0, "buffer_tokens": 2, "max_window": 2}

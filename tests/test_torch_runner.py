@@ -13,7 +13,7 @@ from conftest import CONTEXT, STRATEGIES, VOCABULARY, Done, chain, drive, stage
 from execute.torch_runner import TorchRunner, teacher_forced
 from pipespec_model.errors import InputError
 from pipespec_model.lookup import PromptLookup
-from pipespec_model.protocol import Step
+from pipespec_model.messages import Step
 
 PROMPT = (5, 6, 7, 8)
 REPEATING = (11, 12, 13, 14, 11, 12, 13, 14, 11, 12)

@@ -150,6 +150,22 @@ def test_whole_run_with_tiny_models(tiny, tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["rows"] == data["rows"]
 
 
+def test_an_auto_lookahead_is_chosen_before_the_run(tiny, tmp_path: Path, capsys) -> None:
+    """``lookahead: auto`` becomes one number, in the report and in the trace's header, and a resumed run
+    keeps it."""
+    args = [*write_tiny_run(tiny, tmp_path), "--json"]
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("lookahead: 3", "lookahead: auto"), encoding="utf-8")
+    found = []
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(args)
+        found.append(json.loads(capsys.readouterr().out)["rows"][1]["lookahead"])
+    trace, _ = load_trace(tmp_path / "out" / "traces" / "pipeline.jsonl")
+    assert found[0] == found[1] == [link["lookahead"] for link in trace.pipeline["links"]]
+    assert 1 <= found[0][0] <= 12
+
+
 @pytest.mark.parametrize("patterns", [("110",), ("1", "10")])
 def test_replay_has_the_run_s_own_counts(patterns: tuple[str, ...]) -> None:
     """A chain that is replayed from its agreement takes the same steps as the processes took."""

@@ -12,6 +12,7 @@ import typer
 
 from execute.host import assign_cores, available_cores
 from execute.loading import DTYPES, end_of_sequence, load_tokenizer
+from execute.processes import processes_for
 from execute.prompts import Prompt, built_in, encode, load_prompts
 from execute.zoo import BUILT_IN
 from pipespec_model.cli import print_json, progress_bar, run
@@ -23,7 +24,7 @@ from simulate.run import simulate
 from .compare import replay_set
 from .report import write_report
 from .rows import Row, real_rows
-from .run import Group, Settings, emulated_group, finish, free_space, open_folder, processes_for, run_group, weight
+from .run import Group, Settings, emulated_group, finish, free_space, open_folder, run_group, weight
 
 app = typer.Typer(add_completion=False)
 
@@ -67,7 +68,7 @@ def validate(
     free_space(out)
     tokenizer = load_tokenizer(target.model)
     eos = end_of_sequence(target.model, tokenizer)
-    groups = [Group(rows, processes_for(rows), encode(calibration, tokenizer, eos),
+    groups = [Group(rows, processes_for({row.name: row.pipeline for row in rows}), encode(calibration, tokenizer, eos),
                     encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full)]
     if spec is None:
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
@@ -76,7 +77,7 @@ def validate(
         for group in groups:
             run_group(group, out, advance)
     data = finish(groups, settings, time.monotonic() - begun)
-    shown = timeline_row(rows)
+    shown = timeline_row(groups[0].rows)
     write_report(data, out, simulated=replayed(groups[0], shown), measured=groups[0].traces[shown.name])
     if json_:
         print_json(data)
@@ -94,7 +95,7 @@ def custom_rows(spec: PipelineSpec) -> list[Row]:
 
 
 def halves(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """To calibrate on, and to judge on; in each, one prompt of every category comes first."""
+    """To calibrate on, beginning with one prompt of every category, and to judge on."""
     out = [[prompt for prompt in prompts if prompt.half == half] for half in ("calibration", "evaluation")]
     if not out[0] or not out[1]:
         raise InputError("prompts", "must be at least 2: one to calibrate on, one to judge on", len(prompts))

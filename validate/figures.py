@@ -96,6 +96,8 @@ def describe(row: dict[str, Any]) -> str:
     text = f"{row['strategy']} {{{','.join(row['stages'])}}}"
     if row["lookahead"]:
         text += f" γ={','.join(str(x) for x in row['lookahead'])}"
+    if row["handshake"] == "blocking":
+        text += ", blocking"
     return text if row["origin"] == "emulated" else f"{text}, {cores}"
 
 

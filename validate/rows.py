@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from execute.built_in import chain, pipeline
+from execute.built_in import INT8_WINDOW, LOOKUP_WINDOW, chain, pipeline, stages
 from execute.scripted import Script
 from pipespec_model.acceptance import IID
 from pipespec_model.agreement import Agreement, synthetic
@@ -34,26 +34,24 @@ class Row:
 
 def real_rows(model: str, dtype: str, num_cores: int) -> list[Row]:
     """The built-in rows for a model.  On one core, only what fits there."""
-    full = StageSpec(name="full", model=model, dtype=dtype)
-    lookup = StageSpec(name="lookup", model=model, drafter="prompt-lookup", dtype=dtype)
-    int8 = StageSpec(name="int8", model=model, quantize="int8")
+    lookup, int8, full = stages(model, dtype, threads=1)
     rows = [Row("autoregressive-1", PipelineSpec.alone(full), "the baseline")]
     both = min(2, num_cores)
-    full_2, int8_2 = (s.model_copy(update={"threads": both}) for s in (full, int8))
+    _, int8_2, full_2 = stages(model, dtype, threads=both)
     if both == 2:
         rows.append(Row("autoregressive-2", PipelineSpec.alone(full_2),
                         "the same cores as the pipelines"))
     rows += [
         Row("speculative-int8", chain((int8_2, full_2), 3), "both cores for each stage in turn"),
-        Row("speculative-lookup", chain((lookup, full_2), 8), "both cores for the target"),
+        Row("speculative-lookup", chain((lookup, full_2), LOOKUP_WINDOW), "both cores for the target"),
     ]
     if both == 2:
         rows += [
-            Row("pipelined-int8-0", pipeline((int8, full), LinkSpec(max_window=4)), "the target never waits"),
-            Row("pipelined-int8-1", pipeline((int8, full), LinkSpec(lookahead=1, max_window=4)),
+            Row("pipelined-int8-0", pipeline((int8, full), LinkSpec(max_window=INT8_WINDOW)), "the target never waits"),
+            Row("pipelined-int8-1", pipeline((int8, full), LinkSpec(lookahead=1, max_window=INT8_WINDOW)),
                 "the target waits for one draft"),
-            Row("pipelined-lookup-int8", pipeline((lookup, int8, full), LinkSpec(max_window=8),
-                                                  LinkSpec(max_window=4)), "three stages"),
+            Row("pipelined-lookup-int8", pipeline((lookup, int8, full), LinkSpec(max_window=LOOKUP_WINDOW),
+                                                  LinkSpec(max_window=INT8_WINDOW)), "three stages"),
         ]
     return rows
 

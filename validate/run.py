@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from execute.prompts import Prompt
 from execute.vocabulary import common_vocabulary
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
-from pipespec_model.profile import Profile, load_profile, save_profile
+from pipespec_model.profile import Profile, load_profile, recorded, save_profile
 from pipespec_model.spec import StageSpec
 from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
+from simulate.choose import choose_lookaheads
 
 from .compare import Prediction, compare, identity, predict, reproduced, summarise
 from .rows import Row, emulated_agreements, emulated_rows, emulated_scripts, emulated_stages
@@ -87,15 +88,6 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
                  calibration_agreements=before, evaluation_agreements=after)
 
 
-def processes_for(rows: Sequence[Row]) -> list[StageSpec]:
-    """One process a stage name, whatever its threads."""
-    found: dict[str, StageSpec] = {}
-    for row in rows:
-        for stage in row.pipeline.stages:
-            found.setdefault(stage.name, stage)
-    return list(found.values())
-
-
 def open_folder(out: Path, settings: Settings) -> None:
     """Make or resume the output folder; refuses a folder that holds another run."""
     mark, text = out / "run.json", json.dumps(asdict(settings), indent=1)
@@ -127,7 +119,8 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
     with Fleet(group.stages, scripts=scripts, vocabulary=vocabulary) as fleet:
         for pipeline in pipelines:
             fleet.check_fits(pipeline, [*group.calibration, *group.evaluation], group.max_new_tokens)
-        if not prediction_file.exists():
+        begun = prediction_file.exists()
+        if not begun:
             advance("calibrating", 10.0)
             profile, traces = calibrate(
                 fleet, pipelines, group.calibration, max_new_tokens=group.max_new_tokens,
@@ -136,10 +129,12 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
             save_profile(profile, profile_file)
             for i, trace in enumerate(traces):
                 save_trace(trace, out / "traces" / f"calibration-{kind}-{i:03d}.jsonl")
-            predictions = {row.name: predict(row, profile, num_prompts=len(group.evaluation),
+        group.profile = load_profile(profile_file)
+        group.rows = [_resolved(row, group.profile) for row in group.rows]
+        if not begun:
+            predictions = {row.name: predict(row, group.profile, num_prompts=len(group.evaluation),
                                              repeats=min(group.repeats, MIN_REPEATS)) for row in group.rows}
             _write(prediction_file, {name: said.to_dict() for name, said in predictions.items()})
-        group.profile = load_profile(profile_file)
         said = json.loads(prediction_file.read_text(encoding="utf-8"))
         group.predictions = {name: Prediction.from_dict(data) for name, data in said.items()}
         group.traces = _measure(group, fleet, out, advance, group.evaluation, group.repeats, prefix="")
@@ -149,6 +144,12 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
         if not group.emulated:
             advance("recording each stage's own choices on evaluation prompts", 0.0)
             _record(group, fleet)
+
+
+def _resolved(row: Row, profile: Profile) -> Row:
+    """The row with its ``auto`` lookaheads chosen, from the calibration prompts alone."""
+    prompts = recorded(profile, row.pipeline)
+    return replace(row, pipeline=choose_lookaheads(row.pipeline, profile, prompts))
 
 
 def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: Sequence[Prompt], repeats: int, *,
