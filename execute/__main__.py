@@ -134,7 +134,7 @@ def bench_command(
     lookahead: Annotated[int | None, typer.Option(help="of the synchronous int8 drafter (default 3)")] = None,
     prompts: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option()] = 64,
-    repeats: Annotated[int, typer.Option(help="of each prompt the fastest counts")] = MIN_REPEATS,
+    repeats: Annotated[int, typer.Option(help="of each prompt")] = MIN_REPEATS,
     peer: Annotated[str | None, typer.Option(help="transformers: its generate(), assisted and lookup too")] = None,
     limit: Annotated[int | None, typer.Option(help="so many prompts, evenly spread")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for traces, bench.json and bench.csv")] = None,

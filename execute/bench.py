@@ -25,7 +25,7 @@ from .processes import processes_for
 from .prompts import Prompt
 from .vocabulary import common_vocabulary
 
-MIN_REPEATS = 3  # the fastest of fewer is still luck
+MIN_REPEATS = 3  # of fewer, one lull of the machine shows
 T = TypeVar("T")
 Advance = Callable[[str, float], None]
 
@@ -66,9 +66,9 @@ class Contender:
         return f"{'prompt lookup' if self.asked.stages[0].block else 'assisted ' + self.asked.label} γ={ahead}"
 
     @property
-    def best(self) -> list[PromptRecord]:
+    def by_prompt(self) -> list[PromptRecord]:
         """One record a prompt, in the order of the prompts."""
-        return metrics.best_of_repeats(self.trace.prompts)
+        return metrics.mean_of_repeats(self.trace.prompts)
 
     @property
     def num_cores(self) -> int:

@@ -1,8 +1,7 @@
 """The figures of a bench, and how they are told.
 
-Of each prompt the fastest repeat counts, on either side: a neighbour on a shared machine only ever adds
-time.  Intervals are 90% bootstrap intervals over prompts; of a ratio with the same prompts drawn for
-both sides.
+Every repeat counts, on either side.  Intervals are 90% bootstrap intervals over prompts; of a ratio with
+the same prompts drawn for both sides.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ def document(contenders: Sequence[Contender], *, max_new_tokens: int, repeats: i
     base = next(c for c in contenders if not c.twin_of and c.asked.strategy == "autoregressive")
     ratios = []
     for top, bottom in pairs(contenders):
-        ratio, interval = throughput_ratio(top.best, bottom.best)
+        ratio, interval = throughput_ratio(top.by_prompt, bottom.by_prompt)
         ratios.append({"name": f"{told(top)} / {told(bottom)}", "ratio": ratio, "interval": interval})
     return {"rows": [row(contender, base) for contender in contenders], "ratios": ratios, "host": host(),
-            "versions": versions(), "num_prompts": len(base.best), "max_new_tokens": max_new_tokens,
+            "versions": versions(), "num_prompts": len(base.by_prompt), "max_new_tokens": max_new_tokens,
             "repeats": repeats}
 
 
 def row(contender: Contender, base: Contender) -> dict[str, Any]:
     """One contender's figures; speed-ups and texts are against ``base``, our autoregressive decoding."""
-    best, baseline = contender.best, base.best
+    prompts, baseline = contender.by_prompt, base.by_prompt
     trace, stages = contender.trace, contender.trace.pipeline["stages"]
-    speedup, speedup_interval = throughput_ratio(best, baseline)
+    speedup, speedup_interval = throughput_ratio(prompts, baseline)
     differences = first_differences(trace.prompts, baseline)
     rng = np.random.default_rng(1)
     return {
@@ -53,15 +52,15 @@ def row(contender: Contender, base: Contender) -> dict[str, Any]:
         "handshake": None if contender.twin_of else contender.asked.handshake,
         "threads": [stage["threads"] for stage in stages], "devices": [stage["device"] for stage in stages],
         "cores": contender.num_cores, "dtype": contender.asked.target.dtype,
-        "num_tokens": sum(len(p.tokens) for p in best),
-        "tokens_per_s": metrics.tokens_per_s(best),
-        "interval": metrics.bootstrap_interval(best, metrics.throughput, rng=rng),
-        "mean_tokens_per_s": metrics.mean_tokens_per_s(best),
-        "mean_interval": metrics.bootstrap_interval(best, lambda n, s: (n / s).mean(-1), rng=rng),
+        "num_tokens": sum(len(p.tokens) for p in prompts),
+        "tokens_per_s": metrics.tokens_per_s(prompts),
+        "interval": metrics.bootstrap_interval(prompts, metrics.throughput, rng=rng),
+        "mean_tokens_per_s": metrics.mean_tokens_per_s(prompts),
+        "mean_interval": metrics.bootstrap_interval(prompts, lambda n, s: (n / s).mean(-1), rng=rng),
         "speedup": speedup, "speedup_interval": speedup_interval,
-        "mean_speedup": float(np.mean(_rates(best) / _rates(baseline))),
-        "identical_prompts": len(best) - len(differences), "first_differences": differences,
-        "mean_acceptance_length": metrics.mean_acceptance_length(trace.only(p.prompt for p in best)),
+        "mean_speedup": float(np.mean(_rates(prompts) / _rates(baseline))),
+        "identical_prompts": len(prompts) - len(differences), "first_differences": differences,
+        "mean_acceptance_length": metrics.mean_acceptance_length(trace),
     }
 
 

@@ -54,15 +54,15 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     for pipeline in pipelines:
         fleet.check_fits(pipeline, prompts, max_new_tokens)
     text = list(prompts[0].tokens)
-    watch = pipelines[0].target.name
     traces: list[Trace] = []
     answers: list[list[int]] = []
     timed = prompts[:rounds]
+    alone = distinct_stages(fleet.place(pipeline) for pipeline in pipelines)
     baseline, *others = reference_runs(pipelines)
     for number, prompt in enumerate(timed):
         tick(f"calibration round {number + 1} of {len(timed)}")
         context = CONTEXTS[number % len(CONTEXTS)]
-        made = [_time_alone(fleet, stage, text, context) for stage in distinct_stages(pipelines)]
+        made = [_time_alone(fleet, stage, text, context) for stage in alone]
         # Long enough for several steps of the slowest stage.
         slowest = max(step.duration_s for trace in made for step in trace.steps if step.width <= max(COMMON_WIDTHS))
         seconds = max(TOGETHER_S, 5 * slowest)
@@ -73,8 +73,6 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
         made += [_run(fleet, other, prompt, min(GAP_TOKENS, max_new_tokens), scripted) for other in others]
         for trace in made:
             trace.options["round"] = number
-            if (probe := fleet.probe_s(watch)) is not None:
-                trace.options["probe_s"] = probe
         traces += made
     if agreements is None:
         tick("recording each stage's own choices on calibration prompts")
@@ -87,17 +85,17 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
 def _run(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int,
          agreement: Agreement | None) -> Trace:
     trace = new_trace(fleet.configure(pipeline))
-    trace.add(*fleet.run_prompt(pipeline, prompt, max_new_tokens=max_new_tokens, agreement=agreement))
+    trace.add(*fleet.run_probed(pipeline, prompt, max_new_tokens=max_new_tokens, agreement=agreement))
     return trace
 
 
 def distinct_stages(pipelines: Iterable[PipelineSpec]) -> list[StageSpec]:
-    """One stage a time key, in order of appearance; lookups are timed where they run."""
+    """One stage a time key and place, in order of appearance; lookups are timed where they run."""
     found: dict[str, StageSpec] = {}
     for pipeline in pipelines:
         for stage in pipeline.stages:
             if not stage.block:
-                found.setdefault(stage.time_key, stage)
+                found.setdefault(stage.place_key, stage)
     return list(found.values())
 
 

@@ -23,13 +23,14 @@ from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
 from . import worker
-from .host import assign_cores, host, versions
+from .host import host, place, versions
 from .processes import end_process, start
 from .prompts import Prompt
 from .scripted import Script, Wrong
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
+PROBE_S = 0.1
 
 
 class Fleet:
@@ -165,19 +166,22 @@ class Fleet:
         pipeline.require_lookaheads()
         if self._configured is not None and self._asked == pipeline:
             return self._configured
-        scripted = all(isinstance(self.scripts.get(stage.name), Script) for stage in pipeline.stages)
-        cores = assign_cores(pipeline, scripted=scripted)
+        placed = self.place(pipeline)
         for i, stage in enumerate(pipeline.stages):
             if stage.name not in self.connections:
                 raise InputError(f"stages.{i}.name", f"must be one of {', '.join(self.stages)}", stage.name)
-            self._send(stage.name, "configure", pipeline, i, cores[i])
+            self._send(stage.name, "configure", pipeline, i, placed.stages[i].cores)
         stages = []
-        for stage, where in zip(pipeline.stages, cores, strict=True):
+        for stage in placed.stages:
             _, threads = self._receive(stage.name, "configured", timeout_s=60)
-            stages.append(stage.model_copy(update={"cores": where, "threads": threads}))
+            stages.append(stage.model_copy(update={"threads": threads}))
         self._asked = pipeline
         self._configured = pipeline.model_copy(update={"stages": tuple(stages)})
         return self._configured
+
+    def place(self, pipeline: PipelineSpec) -> PipelineSpec:
+        """The pipeline with every stage's cores filled in; nothing is sent."""
+        return place(pipeline, scripted=all(isinstance(self.scripts.get(s.name), Script) for s in pipeline.stages))
 
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
                    repeat: int = 0,
@@ -270,15 +274,29 @@ class Fleet:
                 + [s for s in both[name] if s.start_s >= begun and s.start_s + s.duration_s <= ended]
                 for name in widths}
 
-    def probe_s(self, name: str, repeats: int = 2) -> float | None:
-        """Seconds of a fixed piece of work on a stage's device: how fast the machine is now.
+    def probe(self, pipeline: PipelineSpec, number: int) -> list[StepRecord]:
+        """The machine's speed now: steps of one token by each stage of ``pipeline``, at once if they run at
+        once, else one stage after the other.
 
-        On a shared machine speed shifts by tens of percent for seconds at a time; how much it did
-        during a calibration widens the forecast.  None for a scripted stage.
+        number : of the prompt that they are taken beside
         """
-        self._send(name, "probe", repeats)
-        seconds = self._receive(name, "probed", timeout_s=60)[1]
-        return sum(seconds) / len(seconds) if seconds else None
+        self.configure(pipeline)
+        names = [stage.name for stage in pipeline.stages]
+        found: list[StepRecord] = []
+        for group in [names] if pipeline.strategy == "pipelined" else [[name] for name in names]:
+            for name in group:
+                self._send(name, "probe", PROBE_S)
+            for name in group:
+                steps = self._receive(name, "probed", timeout_s=600)[1]
+                found += [replace(step, prompt=number, stage=names.index(name)) for step in steps]
+        return found
+
+    def run_probed(self, pipeline: PipelineSpec, prompt: Prompt, *, number: int = 0, **options: Any,
+                   ) -> tuple[PromptRecord, list[StepRecord], list[StepRecord]]:
+        """:meth:`run_prompt`, and the probes just before and just after it."""
+        before = self.probe(pipeline, number)
+        record, steps = self.run_prompt(pipeline, prompt, number=number, **options)
+        return record, steps, before + self.probe(pipeline, number)
 
     def teacher_force(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
         """A stage's own choice at each position of ``answer``, and its top-2 margins."""

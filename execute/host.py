@@ -55,6 +55,14 @@ def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, .
     return [placed.get(stage.name, tuple(cores)) for stage in stages]
 
 
+def place(pipeline: PipelineSpec, *, scripted: bool = False) -> PipelineSpec:
+    """The pipeline with every stage's cores filled in."""
+    cores = assign_cores(pipeline, scripted=scripted)
+    stages = (stage.model_copy(update={"cores": where})
+              for stage, where in zip(pipeline.stages, cores, strict=True))
+    return pipeline.model_copy(update={"stages": tuple(stages)})
+
+
 def on_core(stage: StageSpec) -> StageSpec:
     """``device: cpu:1`` as ``cores: [1]``."""
     return stage if stage.core is None else stage.model_copy(update={"cores": (stage.core,)})

@@ -85,8 +85,9 @@ class WrongRunner:
     def forget(self, length: int) -> None:
         self._runner.forget(length)
 
-    def sweep_s(self) -> float:
-        return float(self._runner.sweep_s())
+    @property
+    def prompt_length(self) -> int:
+        return int(self._runner.prompt_length)
 
 
 def hold_until(deadline: float) -> None:

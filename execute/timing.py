@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,22 @@ def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list
                    context=context, width=width, drafts=len(drafts), accepted=0, emitted=0, epoch=0)
         for kind, begun, ended in (("rollback", start, middle), ("measure" if prompt else "prefill", middle, end))
     ]
+
+
+def probe(runner: Any, seconds: float) -> list[StepRecord]:
+    """Steps of one token on the prompt that the cache holds, for about ``seconds`` and at least one: how
+    fast the machine is for this stage now.  None where nothing computes."""
+    if not uses_torch(runner):
+        return []
+    stop_at = time.perf_counter() + seconds
+    if not runner.prompt_length:
+        prime(runner, [0] * 16, [0])
+    # One more comes first: it fetches the weights that another stage's pushed out of the caches.
+    measure(runner, [0] * runner.prompt_length, 1, [0])
+    records: list[StepRecord] = []
+    while not records or time.perf_counter() < stop_at:
+        records += measure(runner, [0] * runner.prompt_length, 1, [0])
+    return [replace(step, kind="probe") for step in records if step.kind == "measure"]
 
 
 def uses_torch(runner: Any) -> bool:

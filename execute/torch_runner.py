@@ -6,7 +6,6 @@ the length that the protocol says is still valid; nothing else ever shortens it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,10 +49,14 @@ class TorchRunner:
         self.context_limit = getattr(model.config, "max_position_embeddings", None)
         # A quantised stage reads the prompt with its float weights and shares the cache.
         self.prefill, self.step = decoders(model, int8=stage.quantize == "int8")
-        self._dtype, self._device = model.dtype, model.device
         self.vocabulary = vocabulary
         self._prompt: list[int] = []
         self.cache: Any = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt at hand; 0 before the first."""
+        return len(self._prompt)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._prompt = list(prompt)
@@ -62,26 +65,6 @@ class TorchRunner:
     def forget(self, length: int) -> None:
         """Drop what the cache holds beyond ``length`` tokens."""
         crop_to(self.cache, length)
-
-    @torch.inference_mode()
-    def sweep_s(self) -> float:
-        """Seconds to multiply one vector with every linear weight: the speed of the machine now.
-
-        One token's memory traffic without anything of a strategy in it, on one thread.
-        """
-        linears = self.prefill.linears
-        vectors = {x.in_features: torch.zeros(1, x.in_features, dtype=self._dtype, device=self._device)
-                   for x in linears}
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        start = time.perf_counter()
-        for linear in linears:
-            linear(vectors[linear.in_features])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - start
-        torch.set_num_threads(threads)
-        return seconds
 
     def run(self, sequence: Sequence[int], step: Step) -> list[int]:
         """Greedy choices after the last held token and after each draft."""

@@ -29,7 +29,7 @@ from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
 from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
-from .timing import measure, prime, uses_torch
+from .timing import measure, prime, probe, uses_torch
 
 
 class Runner(Protocol):
@@ -143,10 +143,8 @@ class Worker:
                     break
         self.parent.send(("measured", records))
 
-    def on_probe(self, repeats: int) -> None:
-        """The machine's speed now; no seconds where nothing computes."""
-        seconds = [self.runner.sweep_s() for _ in range(repeats)] if uses_torch(self.runner) else []
-        self.parent.send(("probed", seconds))
+    def on_probe(self, seconds: float) -> None:
+        self.parent.send(("probed", probe(self.runner, seconds)))
 
     def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
         if isinstance(self.runner, PromptLookup):

@@ -7,18 +7,16 @@ What is read from which record:
 * contention from traces marked ``together``: the alone time of the same steps / their time there,
 * costs between steps from traces of generation, for each strategy its own.
 
-Every trace may carry ``options["probe_s"]``, the machine's speed probe beside it, and
-``options["round"]``: a calibration goes round and round all that it measures, so that a shift of the
-machine's speed touches everything alike.
+Every trace may carry ``options["round"]``: a calibration goes round and round all that it measures, so
+that a shift of the machine's speed touches everything alike.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,11 +27,14 @@ from .latency import Observed, fit_line, fit_table
 from .profile import Contention, Costs, Profile, StageLatency, costs_key
 from .spec import PipelineSpec, Strategy
 from .trace import StepRecord, Trace
+from .yardstick import probed_slowness
 
 STEP_KINDS = {"measure", "draft", "verify", "decode"}
 Block = tuple[int, int]
 """Which prompt of which trace: within it, the machine had one speed."""
 Sample = tuple[Block, StepRecord]
+Slowness = dict[tuple[int, str], list[float]]
+"""By round and place key, how many times slower than undisturbed steps were."""
 
 
 def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: str = "") -> Profile:
@@ -50,6 +51,7 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
     steps: dict[str, list[Sample]] = defaultdict(list)
     prefills: dict[str, list[Sample]] = defaultdict(list)
     rollbacks: dict[str, list[float]] = defaultdict(list)
+    places: dict[tuple[int, str], str] = {}
     for number, trace in enumerate(traces):
         stages = PipelineSpec.from_dict(trace.pipeline).stages
         if trace.options.get("together"):
@@ -59,27 +61,32 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
                 continue  # not alone; a lookup disturbs nobody and is timed where it runs
             mine = [step for step in trace.steps if step.stage == i and not step.includes_wait]
             key = stage.time_key
+            places[number, key] = stage.place_key
             steps[key] += [((number, step.prompt), step) for step in mine if step.kind in STEP_KINDS]
             prefills[key] += [((number, step.prompt), step) for step in mine if step.kind == "prefill"]
             cuts = [step for step in mine if step.kind == "rollback" and step.width > 1]
             rollbacks[key] += [step.duration_s for step in cuts]
     latency: dict[str, StageLatency] = {}
-    slow: dict[tuple[int, str], list[float]] = defaultdict(list)
+    slow: Slowness = defaultdict(list)
     for key, found in steps.items():
         if found:
             latency[key], blocks = _stage_latency(found, prefills[key])
             for (number, _), value in blocks.items():
-                slow[traces[number].options.get("round", -1), key].append(value)
+                slow[_round(traces[number]), places[number, key]].append(value)
     if not latency:
         raise InputError("trace", "must hold the steps of at least one stage")
     together = [trace for trace in traces if trace.options.get("together")]
     chains = [trace for trace in traces
               if trace.pipeline["strategy"] == "speculative" and not trace.options.get("together")]
-    return Profile(
-        latency=latency, contention=_rates(together, latency, {}), turns=_rates(chains, latency, slow),
-        costs=_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x}),
+    computing = Profile(latency, contention=_rates(together, latency, {}))
+    beside = {id(trace): probed_slowness(trace, computing) for trace in traces}
+    if any(beside.values()):
+        slow = _by_place(traces, beside)
+    return replace(
+        computing, turns=_rates(chains, latency, beside),
+        costs=fit_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x}),
         acceptance=_acceptance(agreement), agreement=tuple(agreement),
-        **_speed(traces), origin="fitted", source=source,
+        slowness=_quantiles(slow), timing_spread=_spread(slow), origin="fitted", source=source,
     )
 
 
@@ -98,12 +105,14 @@ def _stage_latency(steps: list[Sample], prefills: list[Sample]) -> tuple[StageLa
     return StageLatency(table, line), slowness
 
 
-def _rates(traces: list[Trace], latency: dict[str, StageLatency], slow: dict[tuple[int, str], list[float]],
+def _rates(traces: list[Trace], latency: dict[str, StageLatency], beside: dict[int, dict[tuple[int, int], float]],
            ) -> tuple[Contention, ...]:
     """Per set of stages: how fast a step goes there, as a share of how fast it goes alone.
 
-    The step alone is what was timed beside it: ``alone`` in the same trace, or in the same round.
-    Stages can only slow each other, so a share above 1 is noise and counts as 1.
+    beside : by trace, the slowness of single steps around each of its prompts
+
+    The step alone is what was timed beside it: ``alone`` in the same trace, or the probes.  Stages can
+    only slow each other, so a share above 1 is noise and counts as 1.
     """
     ratios: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
@@ -112,34 +121,59 @@ def _rates(traces: list[Trace], latency: dict[str, StageLatency], slow: dict[tup
         for i, (stage, key) in enumerate(zip(stages, group, strict=True)):
             if stage.block or key not in latency:
                 continue
-            scaled: dict[bool, list[float]] = {True: [], False: []}
-            for step in trace.steps:
-                if step.stage == i and (step.kind == "alone" or step.kind in STEP_KINDS):
-                    alone_s = latency[key].step.mean_s(step.width, step.context)
-                    scaled[step.kind == "alone"].append(step.duration_s / alone_s)
-            beside = scaled[True] or slow.get((trace.options.get("round", -1), key)) or [1.0]
-            if scaled[False]:
-                ratios[group][key].append(float(np.median(scaled[False]) / np.median(beside)))
+            alone = _scaled(trace, i, latency[key], {"alone"})
+            alone = alone or [x for (_, at), x in beside.get(id(trace), {}).items() if at == i] or [1.0]
+            if found := _scaled(trace, i, latency[key], STEP_KINDS):
+                ratios[group][key].append(float(np.median(found) / np.median(alone)))
     return tuple(Contention({key: min(1.0 / float(np.median(found)), 1.0) for key, found in members.items()})
                  for members in ratios.values() if members)
 
 
-def _speed(traces: list[Trace]) -> dict[str, Any]:
-    """The mean speed probe, and the standard error of that mean over rounds."""
-    rounds: dict[int, list[float]] = defaultdict(list)
+def _round(trace: Trace) -> int:
+    return int(trace.options.get("round", -1))
+
+
+def _scaled(trace: Trace, i: int, latency: StageLatency, kinds: set[str]) -> list[float]:
+    """Step times of stage ``i`` as multiples of what they are undisturbed."""
+    return [step.duration_s / latency.step.mean_s(step.width, step.context) for step in trace.steps
+            if step.stage == i and step.kind in kinds]
+
+
+def _by_place(traces: Sequence[Trace], beside: dict[int, dict[tuple[int, int], float]]) -> Slowness:
+    """What was found beside every prompt, where its stages ran."""
+    slow: Slowness = defaultdict(list)
     for trace in traces:
-        if trace.options.get("probe_s"):
-            rounds[trace.options.get("round", 0)].append(trace.options["probe_s"])
-    if not rounds:
-        return {}
-    means = np.array([np.mean(found) for found in rounds.values()])
-    return {"probe_s": float(np.mean([x for found in rounds.values() for x in found])),
-            "timing_spread": float(np.std(np.log(means), ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0}
+        stages = PipelineSpec.from_dict(trace.pipeline).stages
+        for (_, i), value in beside[id(trace)].items():
+            slow[_round(trace), stages[i].place_key].append(value)
+    return slow
 
 
-def _costs(traces: list[Trace], rollback_s: dict[str, float]) -> dict[str, Costs]:
-    """By strategy and stage: a stage of a pipeline talks to its neighbours after every step, so its
-    gaps are not those of a chain."""
+def _quantiles(slow: Slowness) -> dict[str, tuple[float, ...]]:
+    """By place key, and by time key over all places."""
+    out: dict[str, list[float]] = defaultdict(list)
+    for (_, place), found in slow.items():
+        for key in {place, place.partition("|cores")[0]}:
+            out[key] += found
+    return {key: tuple(sorted(found)) for key, found in out.items()}
+
+
+def _spread(slow: Slowness) -> float:
+    """The standard error, over rounds, of the mean of log slowness."""
+    rounds: dict[int, list[float]] = defaultdict(list)
+    for (number, _), found in slow.items():
+        rounds[number].append(float(np.mean(np.log(found))))
+    means = [float(np.mean(found)) for found in rounds.values()]
+    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
+
+
+def fit_costs(traces: Sequence[Trace], rollback_s: Mapping[str, float] | None = None) -> dict[str, Costs]:
+    """Seconds between steps of generation, by ``costs_key``: a stage of a pipeline talks to its neighbours
+    after every step, so its gaps are not those of a chain.
+
+    rollback_s : by stage key, seconds of a cut of the cache; None = 0
+    """
+    rollback_s = rollback_s or {}
     gaps: dict[Strategy, Gaps] = defaultdict(Gaps)
     pooled = Gaps()
     stages: dict[Strategy, set[str]] = defaultdict(set)

@@ -7,8 +7,9 @@ without data is None, never 0 or 1.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,16 @@ def mean_tokens_per_s(prompts: Sequence[PromptRecord]) -> float | None:
     return float(np.mean(rates)) if rates else None
 
 
-def best_of_repeats(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """One record a prompt: its fastest repeat.
+def mean_of_repeats(prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """One record a prompt: its first, with the mean times of all its repeats.
 
-    A neighbour on a shared machine only ever adds time, so the fastest of interleaved repeats is the
-    nearest to the machine's own speed.  The same rule for every row, the baselines included.
+    What is drawn for an interval is prompts, not runs: the repeats of one share its text.
     """
-    best: dict[str, PromptRecord] = {}
+    runs: dict[str, list[PromptRecord]] = defaultdict(list)
     for prompt in prompts:
-        if prompt.name not in best or prompt.total_s < best[prompt.name].total_s:
-            best[prompt.name] = prompt
-    return list(best.values())
+        runs[prompt.name].append(prompt)
+    return [replace(found[0], total_s=float(np.mean([p.total_s for p in found])),
+                    ttft_s=float(np.mean([p.ttft_s for p in found]))) for found in runs.values()]
 
 
 def tpot_s(prompts: Sequence[PromptRecord]) -> float | None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .acceptance import IID, AcceptanceModel, acceptance_from_dict
 from .agreement import Agreement
 from .errors import InputError
@@ -89,7 +91,8 @@ class Profile:
     turns : like contention, but of stages that work in turn: each evicts the others' weights from
         the caches
     timing_spread : relative standard error of the machine's mean speed during calibration
-    probe_s : mean seconds of the executor's speed probe during calibration
+    slowness : by stage key, with the cores and without: how many times slower than undisturbed the machine
+        was during calibration, as increasing quantiles; no entry = never disturbed
     origin : ``assumed`` or ``fitted``; ``source`` says from what
     """
 
@@ -100,7 +103,7 @@ class Profile:
     costs: dict[str, Costs] = field(default_factory=dict)
     agreement: tuple[Agreement, ...] = ()
     timing_spread: float = 0.0
-    probe_s: float | None = None
+    slowness: dict[str, tuple[float, ...]] = field(default_factory=dict)
     neighbour_rate: float = 0.9
     origin: str = "assumed"
     source: str = ""
@@ -156,13 +159,26 @@ class Profile:
                 return entry.rates.get(self.rate_key(stage), 1.0)
         return 1.0
 
+    def slowness_of(self, stage: StageSpec) -> tuple[float, ...]:
+        """Quantiles of how many times slower than undisturbed a stage's steps are."""
+        keys = (stage.place_key, stage.time_key, stage.name)
+        return next((self.slowness[key] for key in keys if key in self.slowness), (1.0,))
+
+    def slowness_at(self, stage: StageSpec, draw: float | None) -> float:
+        """The ``draw``-quantile; None = the mean."""
+        quantiles = self.slowness_of(stage)
+        if draw is None:
+            return float(np.mean(quantiles))
+        return float(np.interp(draw * (len(quantiles) - 1), np.arange(len(quantiles)), quantiles))
+
     def check(self) -> None:
         """Raise InputError naming a field that is out of range."""
         if not 0 <= self.neighbour_rate <= 1:
             raise InputError("neighbour_rate", "must be in [0, 1]", self.neighbour_rate)
         non_negative("timing_spread", self.timing_spread)
-        if self.probe_s is not None:
-            non_negative("probe_s", self.probe_s)
+        for key, quantiles in self.slowness.items():
+            if not quantiles or list(quantiles) != sorted(quantiles) or not 0 < quantiles[0] <= quantiles[-1] < np.inf:
+                raise InputError(f"slowness.{key}", "must be numbers > 0 that increase", list(quantiles))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -171,7 +187,8 @@ class Profile:
             "latency": {key: value.to_dict() for key, value in self.latency.items()},
             "acceptance": {key: value.to_dict() for key, value in self.acceptance.items()},
             "contention": [entry.rates for entry in self.contention],
-            "turns": [entry.rates for entry in self.turns], "probe_s": self.probe_s,
+            "turns": [entry.rates for entry in self.turns],
+            "slowness": {key: list(value) for key, value in self.slowness.items()},
             "costs": {key: value.__dict__ for key, value in self.costs.items()},
             "agreement": [entry.to_dict() for entry in self.agreement],
         }
@@ -196,7 +213,7 @@ class Profile:
                 acceptance={k: acceptance_from_dict(v) for k, v in (data.get("acceptance") or {}).items()},
                 contention=tuple(Contention(dict(rates)) for rates in data.get("contention") or ()),
                 turns=tuple(Contention(dict(rates)) for rates in data.get("turns") or ()),
-                probe_s=None if data.get("probe_s") is None else float(data["probe_s"]),
+                slowness={key: tuple(value) for key, value in (data.get("slowness") or {}).items()},
                 costs={key: Costs(**value) for key, value in (data.get("costs") or {}).items()},
                 agreement=tuple(Agreement.from_dict(entry) for entry in data.get("agreement") or ()),
                 timing_spread=float(data.get("timing_spread", 0.0)),

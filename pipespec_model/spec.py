@@ -77,6 +77,11 @@ class StageSpec(Spec):
         return f"{self.choice_key if self.block else self._model_key}|{self.device}|{self.threads}t"
 
     @property
+    def place_key(self) -> str:
+        """The time key and the cores, once placed: one core of a machine may be slower than another."""
+        return self.time_key + (f"|cores {','.join(map(str, self.cores))}" if self.cores else "")
+
+    @property
     def _model_key(self) -> str:
         return f"{self.model}|{self.dtype}|{self.quantize or 'none'}"
 

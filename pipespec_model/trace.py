@@ -71,7 +71,11 @@ class PromptRecord:
 
 @dataclass
 class Trace:
-    """Header and records of one run."""
+    """Header and records of one run.
+
+    probes : single steps that each stage took alone just before and just after a prompt, as a yardstick
+        of the machine's speed there; they are part of no prompt's time
+    """
 
     origin: str
     pipeline: dict[str, Any]
@@ -81,6 +85,7 @@ class Trace:
     options: dict[str, Any] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     prompts: list[PromptRecord] = field(default_factory=list)
+    probes: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.origin not in ORIGINS:
@@ -90,16 +95,18 @@ class Trace:
         return {"type": "header", "version": TRACE_VERSION, "origin": self.origin, "pipeline": self.pipeline,
                 "seed": self.seed, "host": self.host, "versions": self.versions, "options": self.options}
 
-    def add(self, prompt: PromptRecord, steps: Iterable[StepRecord]) -> None:
+    def add(self, prompt: PromptRecord, steps: Iterable[StepRecord], probes: Iterable[StepRecord] = ()) -> None:
         self.steps += steps
         self.prompts.append(prompt)
+        self.probes += probes
 
     def only(self, prompts: Iterable[int]) -> Trace:
         """The same run with some of its prompts."""
         keep = set(prompts)
         return Trace(self.origin, self.pipeline, self.seed, self.host, self.versions, self.options,
                      [step for step in self.steps if step.prompt in keep],
-                     [prompt for prompt in self.prompts if prompt.prompt in keep])
+                     [prompt for prompt in self.prompts if prompt.prompt in keep],
+                     [probe for probe in self.probes if probe.prompt in keep])
 
 
 class TraceWriter:
@@ -120,8 +127,9 @@ class TraceWriter:
         """Steps that belong to no prompt: timings of a calibration."""
         self._write({"type": "step", **asdict(step)} for step in steps)
 
-    def append(self, prompt: PromptRecord, steps: Iterable[StepRecord]) -> None:
+    def append(self, prompt: PromptRecord, steps: Iterable[StepRecord], probes: Iterable[StepRecord] = ()) -> None:
         records: list[dict[str, Any]] = [{"type": "step", **asdict(step)} for step in steps]
+        records += [{"type": "probe", **asdict(probe)} for probe in probes]
         records.append({"type": "prompt_end", **asdict(prompt)})
         self._write(records)
 
@@ -167,7 +175,8 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     with TraceWriter(path, trace) as writer:
         writer.append_steps(by_prompt.get(NO_PROMPT, []))
         for prompt in trace.prompts:
-            writer.append(prompt, by_prompt.get(prompt.prompt, []))
+            probes = [probe for probe in trace.probes if probe.prompt == prompt.prompt]
+            writer.append(prompt, by_prompt.get(prompt.prompt, []), probes)
 
 
 def load_trace(path: str | Path) -> tuple[Trace, str | None]:
@@ -186,6 +195,7 @@ def load_trace(path: str | Path) -> tuple[Trace, str | None]:
     trace: Trace | None = None
     warning = None
     pending: list[StepRecord] = []
+    probes: list[StepRecord] = []
     # Every record ends with a newline, so what follows the last one is torn even if it parses.
     torn = lines.pop()
     if torn:
@@ -197,12 +207,15 @@ def load_trace(path: str | Path) -> tuple[Trace, str | None]:
         elif kind == "step":
             step = _record(StepRecord, record, path, number)
             (trace.steps if step.prompt == NO_PROMPT else pending).append(step)
+        elif kind == "probe":
+            probes.append(_record(StepRecord, record, path, number))
         elif kind == "prompt_end":
             prompt = _record(PromptRecord, record, path, number)
-            trace.add(prompt, [step for step in pending if step.prompt == prompt.prompt])
-            pending = [step for step in pending if step.prompt != prompt.prompt]
+            own = [[step for step in found if step.prompt == prompt.prompt] for found in (pending, probes)]
+            trace.add(prompt, *own)
+            pending, probes = ([step for step in found if step.prompt != prompt.prompt] for found in (pending, probes))
         else:
-            raise InputError(f"{path}:{number}: type", "must be step or prompt_end", kind)
+            raise InputError(f"{path}:{number}: type", "must be step, probe or prompt_end", kind)
     if trace is None:
         raise InputError(str(path), "must begin with a trace header", mend="is this a pipespec trace?")
     return trace, warning

@@ -18,6 +18,7 @@ STEP_TIME = 1
 ON_PATH = 2
 OFF_PATH = 3
 TOKEN = 4
+MACHINE = 5
 
 
 def mix(state: int, field: int) -> int:

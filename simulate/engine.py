@@ -12,7 +12,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import simpy
@@ -24,7 +24,7 @@ from pipespec_model.profile import Profile, StageLatency
 from pipespec_model.protocol import Stage
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, StepRecord
-from pipespec_model.uniforms import STEP_TIME, uniform
+from pipespec_model.uniforms import MACHINE, STEP_TIME, uniform
 
 NS = 1_000_000_000
 _ARRIVAL = 0  # SimPy priorities: arrivals first, then step ends by stage
@@ -96,7 +96,11 @@ class Computing:
 
 @dataclass
 class PromptRun:
-    """One prompt through a pipeline; :meth:`run` returns its records."""
+    """One prompt through a pipeline; :meth:`run` returns its records.
+
+    spread : draw step times, and how slow the machine is, from their distributions; False = their means
+    slowness : by stage, how many times slower than undisturbed the machine is; None = the profile's
+    """
 
     pipeline: PipelineSpec
     profile: Profile
@@ -104,6 +108,7 @@ class PromptRun:
     seed: int = 0
     prompt: int = 0
     spread: bool = True
+    slowness: Sequence[float] | None = None
     log: list[Event] | None = None
     steps: list[StepRecord] = field(default_factory=list)
     first_token_ns: int | None = None
@@ -121,6 +126,10 @@ class PromptRun:
         self.costs = [self.profile.stage_costs(spec, self.pipeline.strategy) for spec in specs]
         chain = self.pipeline.strategy == "speculative"
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
+        if self.slowness is None:
+            # One draw for all stages: what disturbs a machine disturbs most of its cores.
+            draw = uniform(self.seed, self.prompt, 0, MACHINE) if self.spread else None
+            self.slowness = [self.profile.slowness_at(spec, draw) for spec in specs]
         self.computing = Computing(self.env, [self.profile.rate_key(spec) for spec in specs], self.profile)
         self.replay = Replay(self.agreement, self.seed, self.prompt, self.profile.neighbour_rate)
         self.lookups = {i: PromptLookup(spec.max_ngram) for i, spec in enumerate(specs)
@@ -182,7 +191,8 @@ class PromptRun:
         else:
             seconds = model.mean_s(width, step.cached)
         self.num_steps[i] += 1
-        seconds /= self.turn_rates[i]
+        assert self.slowness is not None
+        seconds *= self.slowness[i] / self.turn_rates[i]
         return to_ns(seconds + (self.costs[i].rollback_s if step.rolled_back else 0.0))
 
     def _finish(self, i: int, step: Step, tokens: list[int], start: int) -> None:

@@ -36,16 +36,18 @@ class Forecast:
 
 
 def simulate(pipeline: PipelineSpec, profile: Profile, agreements: Sequence[Agreement], *, seed: int = 0,
-             spread: bool = True) -> Trace:
+             spread: bool = True, slowness: Sequence[Sequence[float]] | None = None) -> Trace:
     """Run every prompt once; a trace of origin ``simulated``.
 
     agreements : rows in the order of the pipeline's stages
     spread : draw step times from their distribution; False = their means
+    slowness : by prompt and stage, how much slower than undisturbed the machine was; None = as in calibration
     """
     trace = Trace("simulated", pipeline.to_dict(), seed=seed,
                   options={"spread": spread, "profile": profile.source, "neighbour_rate": profile.neighbour_rate})
     for number, agreement in enumerate(agreements):
-        trace.add(*PromptRun(pipeline, profile, agreement, seed=seed, prompt=number, spread=spread).run())
+        trace.add(*PromptRun(pipeline, profile, agreement, seed=seed, prompt=number, spread=spread,
+                             slowness=None if slowness is None else slowness[number]).run())
     return trace
 
 
@@ -62,25 +64,31 @@ def agreements_for(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int
     return [synthetic(names, models, num_tokens=num_tokens, seed=seed, prompt=i) for i in range(num_prompts)]
 
 
-def forecast(trace: Trace, profile: Profile, *, num_prompts: int) -> Forecast:
-    """What ``num_prompts`` new prompts of the same kind would measure.
+def forecast(trace: Trace, profile: Profile, *, num_prompts: int, repeats: int = 1) -> Forecast:
+    """What ``num_prompts`` new prompts of the same kind would measure, each run ``repeats`` times.
 
-    The interval has three sources: the calibration prompts are a sample of n, the new prompts are
-    another one of m, and the machine's speed drifts (the profile's timing spread, twice: calibration
-    and evaluation).  On the logarithm of the ratio of totals, with the variance s² of a prompt's
-    influence on it (delta method), the standard error is sqrt(s² (1/n + 1/m) + 2 spread²), and with
-    few prompts Student's t with n - 1 degrees of freedom is what keeps the stated level.
+    ``trace`` may hold each prompt several times.  On the logarithm of the ratio of totals the variance is
+    the sum of: s² (1/n + 1/m), as the n calibration prompts are one sample and the m new ones another (s²
+    of a prompt's influence, by the delta method); 2 spread², as the machine's speed drifts between rounds,
+    in calibration and in evaluation (the profile's timing spread); and σ² (1/c + 1/(m repeats)), as each
+    run meets the machine at a speed of its own (σ of the log slowness of the stage that varies most, seen
+    c times in calibration).  With few prompts Student's t with n - 1 degrees of freedom is what keeps the
+    stated level.
     """
     value = metrics.tokens_per_s(trace.prompts)
     if value is None:
         raise InputError("trace", "must hold at least one prompt")
-    tokens = np.array([len(p.tokens) for p in trace.prompts], dtype=float)
-    seconds = np.array([p.total_s for p in trace.prompts])
-    n = len(tokens)
+    prompts = metrics.mean_of_repeats(trace.prompts)
+    tokens = np.array([len(p.tokens) for p in prompts], dtype=float)
+    seconds = np.array([p.total_s for p in prompts])
+    n = len(prompts)
     interval = None
     if n > 1:
         influence = tokens / tokens.mean() - seconds / seconds.mean()
-        variance = float(influence.var(ddof=1)) * (1 / n + 1 / num_prompts) + 2 * profile.timing_spread**2
+        stages = PipelineSpec.from_dict(trace.pipeline).stages
+        seen = [profile.slowness_of(stage) for stage in stages]
+        wobble = max(float(np.log(found).var()) * (1 / len(found) + 1 / (num_prompts * repeats)) for found in seen)
+        variance = float(influence.var(ddof=1)) * (1 / n + 1 / num_prompts) + 2 * profile.timing_spread**2 + wobble
         half = float(stats.t.ppf(0.95, n - 1) * np.sqrt(variance))
         interval = (value * np.exp(-half), value * np.exp(half))
     return Forecast(value, interval, metrics.mean_acceptance_length(trace), num_prompts)

@@ -17,6 +17,7 @@ from pipespec_model.latency import Affine, Constant
 from pipespec_model.profile import Contention, Costs, Profile, StageLatency
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import StepRecord, Trace
+from pipespec_model.yardstick import probed_slowness
 from simulate.run import simulate
 
 STAGES = [{"name": "s0", "model": "a"}, {"name": "s1", "model": "b"}]
@@ -199,13 +200,47 @@ def test_acceptance_of_a_long_record_is_its_models():
     assert abs(found.after_reject_rate - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 5_000)
 
 
-def test_the_spread_of_the_machines_speed_is_over_rounds():
-    """Probes 1, 1 in one round and e, e in another: mean (1 + e) / 2, spread sqrt(½) / sqrt(2) = ½."""
-    found = traces(constants())
-    probes = [(1.0, 0), (1.0, 0), (math.e, 1), (math.e, 1)]
-    marked = [Trace(t.origin, t.pipeline, options={"probe_s": p, "round": r}, steps=t.steps, prompts=t.prompts)
-              for t, (p, r) in zip([*found, found[0]], probes, strict=True)]
-    profile = fit(marked)
-    assert profile.probe_s == pytest.approx((1 + math.e) / 2)
-    assert profile.timing_spread == pytest.approx(0.5)
+def probed(trace: Trace, slow: dict[tuple[int, int], float], *, round_: int = 0) -> Trace:
+    """The trace with two probes a prompt and stage, of one token and so many times slower than 1 ms or 4 ms."""
+    probes = [StepRecord(prompt, stage, "probe", 0.0, at * value * {"s0": 0.001, "s1": 0.004}[stages["name"]], 0, 9, 1,
+                         0, 0, 0, 0)
+              for (prompt, stage), value in slow.items() for at in (0.9, 1.1)
+              for stages in [trace.pipeline["stages"][stage]]]
+    return replace(trace, probes=probes, options={"round": round_})
+
+
+def test_slowness_is_read_from_the_probes():
+    """Beside one stage's runs steps took 1 and 1.5 times their time, beside the other's as long as always:
+    both come back, by core and over all cores, and the spread is over rounds."""
+    placed = [spec.model_copy(update={"stages": (spec.target.model_copy(update={"cores": (1,)}),)}) for spec in ALONE]
+    found = [replace(trace, pipeline=spec.to_dict()) for trace, spec in zip(traces(constants()), placed, strict=False)]
+    made = fit([probed(found[0], {(0, 0): 1.0, (1, 0): 1.5}), probed(found[1], {(0, 0): 1.0}, round_=1)])
+    first, second = (spec.target for spec in placed)
+    assert made.slowness_of(first) == pytest.approx((1.0, 1.5))
+    assert made.slowness[first.time_key] == pytest.approx((1.0, 1.5))
+    assert made.slowness_of(second) == pytest.approx((1.0,))
+    assert [made.slowness_at(first, draw) for draw in (0.0, 0.5, 1.0, None)] == pytest.approx([1.0, 1.25, 1.5, 1.25])
+    # Means of log slowness ½ log 1.5 and 0, over the square root of two rounds.
+    assert made.timing_spread == pytest.approx(math.log(1.5) / 4)
     assert fit(found).timing_spread == 0.0
+
+
+def test_a_chain_is_held_against_the_probes_beside_it():
+    """Steps that take twice as long in a chain as alone: rate ½ if the probes beside it are as fast as ever,
+    rate 1 if they are twice as slow too."""
+    *alone, chained = traces(constants())
+    slow = replace(chained, steps=[replace(s, duration_s=2 * s.duration_s) if s.kind != "prefill" else s
+                                   for s in chained.steps])
+    for value, rate in ((1.0, 0.5), (2.0, 1.0)):
+        made = fit([*alone, probed(slow, {(prompt, i): value for prompt in range(4) for i in (0, 1)})])
+        assert [made.turn_rate(CHAIN.stages, stage) for stage in CHAIN.stages] == pytest.approx([rate, rate])
+
+
+def test_probes_of_a_pipeline_are_taken_at_once():
+    """Stages that slow each other to half are probed at half their speed: that is contention, not a slow machine."""
+    profile = constants(contention=(Contention(dict.fromkeys(KEYS, 0.5)),))
+    spec = PipelineSpec.from_dict({"stages": STAGES})
+    trace = probed(Trace("measured", spec.to_dict()), {(0, 0): 2.0, (0, 1): 3.0})
+    assert probed_slowness(trace, profile) == pytest.approx({(0, 0): 1.0, (0, 1): 1.5})
+    in_turn = probed(Trace("measured", CHAIN.to_dict()), {(0, 0): 2.0})
+    assert probed_slowness(in_turn, profile) == pytest.approx({(0, 0): 2.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ def three_rounds() -> Trace:
     answer = list(range(1, 21))
     drafter = [99 if i in (5, 8) else token for i, token in enumerate(answer)]
     return run(chain(4), [drafter, answer], (0.001, 0.004), eos=(answer[8],))
+
+
+def test_repeats_of_a_prompt_count_as_one_with_their_mean():
+    """Two runs of 1 s and 3 s are one prompt of 2 s, in its first place; the other stays as it is."""
+    runs = [prompt(0, 4, 1.0, 0.5), prompt(1, 6, 5.0), replace(prompt(2, 4, 3.0, 0.7), name="p0", repeat=1)]
+    merged = metrics.mean_of_repeats(runs)
+    assert [(p.name, p.total_s, p.ttft_s) for p in merged] == [("p0", 2.0, pytest.approx(0.6)), ("p1", 5.0, 0.0)]
 
 
 def test_three_rounds_of_four_zero_and_two():

@@ -572,7 +572,9 @@ def test_a_version_is_a_whole_number(version: Any) -> None:
     ({"turns": [{"a": math.nan}]}, "contention.a"),
     ({"acceptance": {"a>b": {"kind": "iid", "acceptance_rate": math.nan}}}, "acceptance_rate"),
     ({"costs": {"a": {"start_s": math.nan}}}, "costs.start_s"),
-    ({"probe_s": math.nan}, "probe_s"),
+    ({"slowness": {"a": [1.0, math.nan]}}, "slowness.a"),
+    ({"slowness": {"a": [1.2, 1.0]}}, "slowness.a"),
+    ({"slowness": {"a": []}}, "slowness.a"),
     ({"timing_spread": math.inf}, "timing_spread"),
 ])
 def test_nan_in_a_profile_names_its_field(part: dict[str, Any], word: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,6 +111,32 @@ def test_timing_spread_widens_and_more_prompts_narrow_the_interval():
         low, high = forecast(of_prompts((10, 1.0), (10, 2.0), (10, 3.0)), PROFILE, num_prompts=m).interval or (0, 0)
         spans.append(high / low)
     assert spans == sorted(spans, reverse=True)
+
+
+def test_a_slow_machine_is_simulated_slow():
+    """Given slowness scales every step of its stage; the profile's is drawn once a prompt, and its mean
+    taken without spread; what varies widens the forecast."""
+    alone = PipelineSpec.alone(SPEC.target)
+    made = [synthetic(NAMES[1:], [], num_tokens=10, seed=1, prompt=i) for i in range(8)]
+    total = [p.total_s for p in simulate(alone, PROFILE, made[:2], slowness=[[1.0], [2.5]]).prompts]
+    assert total == pytest.approx([0.04, 0.1])
+    slow = Profile(TIMES, slowness={"s1": (1.0, 2.0)})
+    drawn = simulate(alone, slow, made)
+    assert len({p.total_s for p in drawn.prompts}) == 8
+    assert all(0.04 <= p.total_s <= 0.08 for p in drawn.prompts)
+    assert all(len({s.duration_s for s in drawn.steps if s.prompt == n}) == 1 for n in range(8))
+    assert {p.total_s for p in simulate(alone, slow, made, spread=False).prompts} == {0.06}
+    same = of_prompts(*[(10, 2.0)] * 5)
+    low, high = forecast(same, slow, num_prompts=5, repeats=2).interval or (0, 0)
+    half = float(stats.t.ppf(0.95, 4)) * math.log(2) / 2 * math.sqrt(1 / 2 + 1 / 10)
+    assert math.log(high / low) == pytest.approx(2 * half)
+
+
+def test_a_forecast_counts_prompts_not_runs():
+    """Each prompt simulated four times: the interval is as wide as with each once."""
+    once, four = of_prompts((10, 1.0), (10, 3.0)), of_prompts(*[(10, 1.0), (10, 3.0)] * 4)
+    four.prompts = [replace(p, name=f"p{p.prompt % 2}") for p in four.prompts]
+    assert forecast(four, PROFILE, num_prompts=3) == forecast(once, PROFILE, num_prompts=3)
 
 
 def test_the_interval_holds_its_level():

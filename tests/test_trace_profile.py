@@ -44,7 +44,8 @@ def prompt(number: int) -> PromptRecord:
 def trace() -> Trace:
     made = Trace("measured", SPEC.to_dict(), 7, {"cpu": "x"}, {"torch": "2"}, {"spread": True, "n": None})
     for number in range(3):
-        made.add(prompt(number), [step(number), step(number, stage=0, kind="draft", start_s=None)])
+        made.add(prompt(number), [step(number), step(number, stage=0, kind="draft", start_s=None)],
+                 [step(number, kind="probe")])
     return made
 
 
@@ -93,7 +94,8 @@ def test_appending_goes_on_where_a_file_ended(tmp_path):
     made = trace()
     for number in range(3):
         with TraceWriter(path, made) as writer:
-            writer.append(prompt(number), [s for s in made.steps if s.prompt == number])
+            writer.append(prompt(number), *([s for s in found if s.prompt == number]
+                                            for found in (made.steps, made.probes)))
     assert load_trace(path) == (made, None)
 
 
@@ -188,7 +190,8 @@ def profile() -> Profile:
         acceptance={"small>big": IID(0.8), "x>y": Markov(0.9, 0.1), "y>z": Hazard((0.5,)),
                     "z>x": Recorded((True, False))},
         contention=(Contention({keys[0]: 0.5, keys[1]: 1 / 3}),), turns=(Contention({keys[1]: 0.9}),),
-        costs={"*": Costs(0.1, 0.2, 0.3, 0.4, 0.5)}, timing_spread=0.01, probe_s=0.002, neighbour_rate=0.7,
+        costs={"*": Costs(0.1, 0.2, 0.3, 0.4, 0.5)}, timing_spread=0.01,
+        slowness={"small": (1.0, 1.5)}, neighbour_rate=0.7,
         agreement=(Agreement("p", 3, tuple(s.choice_key for s in SPEC.stages), tokens, "code", 5, (2,)),),
         origin="fitted", source="a run")
 

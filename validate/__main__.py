@@ -47,7 +47,8 @@ def validate(
     if pipeline and (model or dtype):
         raise InputError("--model and --dtype", "must not be given with a pipeline file", mend="write them in the file")
     spec = load_pipeline(pipeline) if pipeline else None
-    rows = custom_rows(spec) if spec else real_rows(model or BUILT_IN, dtype or "float32", len(available_cores()))
+    rows = custom_rows(spec) if spec else real_rows(
+        model or BUILT_IN, dtype or "float32", len(available_cores()), extra=full)
     for row in rows:
         assign_cores(row.pipeline, scripted=False)
     chosen = load_prompts(prompts) if prompts else built_in()
@@ -59,7 +60,7 @@ def validate(
     target = rows[0].pipeline.target
     tokens = 64 if full else 24
     settings = Settings(
-        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=3, full=full,
+        model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2, full=full,
         emulated_prompts=12 if full else 6, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
         prompts_sha256=hashlib.sha256("\0".join(p.text for p in chosen).encode()).hexdigest(),
@@ -71,7 +72,7 @@ def validate(
     groups = [Group(rows, processes_for({row.name: row.pipeline for row in rows}), encode(calibration, tokenizer, eos),
                     encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full)]
     if spec is None:
-        groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens))
+        groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens, full=full))
     bar, advance = progress_bar(sum(weight(group) for group in groups))
     with bar:
         for group in groups:

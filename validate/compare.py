@@ -12,15 +12,17 @@ import numpy as np
 from pipespec_model import closed_form, metrics
 from pipespec_model.acceptance import IID, Markov
 from pipespec_model.agreement import Agreement
-from pipespec_model.metrics import best_of_repeats
+from pipespec_model.metrics import mean_of_repeats
 from pipespec_model.profile import Profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, Trace
+from pipespec_model.yardstick import probed_slowness
 from simulate.run import forecast, simulate
 
+from .budget import budget
 from .rows import Row
 
-REPRODUCED = 0.03  # two repeats are alike
+REPLICAS = 4  # of a prompt in a forecast: one draw of the machine's slowness each
 MODELS = ("closed_form", "renewal", "simulation")
 # Greedy text may differ where the target's two best logits are closer than this: a few steps of the
 # format at the usual size of a logit (16 to 32).
@@ -46,10 +48,9 @@ class Prediction:
 
 
 def predict(row: Row, profile: Profile, *, num_prompts: int, repeats: int) -> Prediction:
-    """Predict a row from the calibration prompts alone: as it will be measured, the fastest of ``repeats``."""
-    trace = simulate(row.pipeline, profile, recorded(profile, row.pipeline) * repeats)
-    trace = trace.only(prompt.prompt for prompt in best_of_repeats(trace.prompts))
-    said = forecast(trace, profile, num_prompts=num_prompts)
+    """Predict a row from the calibration prompts alone."""
+    trace = simulate(row.pipeline, profile, recorded(profile, row.pipeline) * REPLICAS)
+    said = forecast(trace, profile, num_prompts=num_prompts, repeats=repeats)
     return Prediction({"closed_form": closed_form_tokens_per_s(row.pipeline, profile), "renewal": None,
                        "simulation": said.tokens_per_s}, said.interval, said.mean_acceptance_length)
 
@@ -73,12 +74,6 @@ def closed_form_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float 
     return closed_form.synchronous_tokens_per_s(alpha, window, ratio, target.mean_s(1, context))
 
 
-def reproduced(trace: Trace, name: str) -> bool:
-    """Whether a prompt's fastest run was no luck and no lull missed: a second repeat came near it."""
-    found = sorted(prompt.total_s for prompt in trace.prompts if prompt.name == name)
-    return len(found) > 1 and found[1] <= (1 + REPRODUCED) * found[0]
-
-
 def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile, agreements: Sequence[Agreement],
             answers: Mapping[str, Sequence[int]], margins: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """One row of the report.
@@ -86,13 +81,15 @@ def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile,
     agreements : of the evaluation prompts, to replay
     answers : autoregressive tokens by prompt; margins : the target's top-2 margins along them
     """
-    prompts = best_of_repeats(trace.prompts)
+    prompts = mean_of_repeats(trace.prompts)
     measured = metrics.tokens_per_s(prompts)
     assert measured is not None
     stages = trace.pipeline["stages"]
-    # Every repeat is replayed, and the fastest counts on both sides.
-    replayed = simulate(row.pipeline, profile, replay_set(row.pipeline, agreements, trace.prompts))
-    replayed = replayed.only(prompt.prompt for prompt in best_of_repeats(replayed.prompts))
+    # The machine's speed is given: it is no part of the model of time.
+    beside = probed_slowness(trace, profile)
+    slowness = [[beside.get((p.prompt, i), 1.0) for i in range(len(stages))] for p in trace.prompts]
+    tokens = replay_set(row.pipeline, agreements, trace.prompts)
+    replayed = simulate(row.pipeline, profile, tokens, slowness=slowness)
     timing = metrics.tokens_per_s(replayed.prompts)
     same, near = identity(trace.prompts, answers, margins, row.pipeline.target.dtype)
     interval = metrics.bootstrap_interval(prompts, metrics.throughput, rng=np.random.default_rng(1))
@@ -113,17 +110,17 @@ def compare(row: Row, prediction: Prediction, trace: Trace, *, profile: Profile,
         "identical_prompts": same, "near_tie_prompts": near,
         "noise_percent": noise_percent(trace), "ttft_s": float(np.mean([p.ttft_s for p in prompts])),
         "stage_use": metrics.stage_use(trace), "step_times": step_times(trace, replayed),
+        "error_budget": budget(row.pipeline, profile, trace, tokens, slowness),
     }
 
 
 def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
-    """Per stage and kind of step: how many, and their mean time, measured (in each prompt's fastest
-    repeat) and replayed.  Shows where an error comes from: wrong times, or wrong counts."""
-    best = {prompt.prompt for prompt in best_of_repeats(measured.prompts)}
+    """Per stage and kind of step: how many, and their mean time, measured and replayed.  Shows where an
+    error comes from: wrong times, or wrong counts."""
     out = []
     for i, stage in enumerate(measured.pipeline["stages"]):
         for kind in ("prefill", "draft", "decode", "verify"):
-            here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind and s.prompt in best]
+            here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind]
             there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
             if here and there:
                 out.append({

@@ -7,9 +7,10 @@ cores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from execute.built_in import INT8_WINDOW, LOOKUP_WINDOW, chain, pipeline, stages
+from execute.host import available_cores
 from execute.scripted import Script
 from pipespec_model.acceptance import IID
 from pipespec_model.agreement import Agreement, synthetic
@@ -19,11 +20,13 @@ from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 
 @dataclass(frozen=True)
 class Row:
-    """One pipeline to predict and to measure.  ``name`` is also its trace's file name."""
+    """One pipeline to predict and to measure.  ``name`` is also its trace's file name; an ``extra`` row is
+    measured once, whatever the repeats of the others."""
 
     name: str
     pipeline: PipelineSpec
     note: str = ""
+    extra: bool = False
 
     @property
     def num_cores(self) -> int:
@@ -32,8 +35,11 @@ class Row:
         return sum(threads) if self.pipeline.strategy == "pipelined" else max(threads)
 
 
-def real_rows(model: str, dtype: str, num_cores: int) -> list[Row]:
-    """The built-in rows for a model.  On one core, only what fits there."""
+def real_rows(model: str, dtype: str, num_cores: int, *, extra: bool = False) -> list[Row]:
+    """The built-in rows for a model.  On one core, only what fits there.
+
+    extra : also other lookaheads, the published handshake, a hybrid drafter, and two stages on one core
+    """
     lookup, int8, full = stages(model, dtype, threads=1)
     rows = [Row("autoregressive-1", PipelineSpec.alone(full), "the baseline")]
     both = min(2, num_cores)
@@ -53,12 +59,40 @@ def real_rows(model: str, dtype: str, num_cores: int) -> list[Row]:
             Row("pipelined-lookup-int8", pipeline((lookup, int8, full), LinkSpec(max_window=LOOKUP_WINDOW),
                                                   LinkSpec(max_window=INT8_WINDOW)), "three stages"),
         ]
-    return rows
+    return rows + [replace(row, extra=True) for row in (_extra_rows(model, dtype, both) if extra else ())]
+
+
+def _extra_rows(model: str, dtype: str, both: int) -> list[Row]:
+    lookup, int8, full = stages(model, dtype, threads=1)
+    _, int8_2, full_2 = stages(model, dtype, threads=both)
+    hybrid, hybrid_2 = (stage.model_copy(update={"name": "hybrid", "drafter": "hybrid"}) for stage in (int8, int8_2))
+    rows = [Row(f"speculative-int8-{ahead}", chain((int8_2, full_2), ahead)) for ahead in (1, 5)]
+    rows += [Row(f"speculative-lookup-{ahead}", chain((lookup, full_2), ahead)) for ahead in (4, 16)]
+    rows.append(Row("speculative-hybrid", chain((hybrid_2, full_2), 3), "lookup where it finds something"))
+    if both == 1:
+        return rows
+    link = LinkSpec(max_window=INT8_WINDOW)
+    shared = tuple(stage.model_copy(update={"device": f"cpu:{available_cores()[0]}"}) for stage in (int8, full))
+    rows += [
+        Row("pipelined-int8-2", pipeline((int8, full), link.model_copy(update={"lookahead": 2}))),
+        Row("pipelined-hybrid", pipeline((hybrid, full), link), "lookup where it finds something"),
+        Row("pipelined-shared", pipeline(shared, link), "both stages on one core"),
+    ]
+    published = [("pipelined-int8-0", pipeline((int8, full), link)),
+                 ("pipelined-int8-1", pipeline((int8, full), link.model_copy(update={"lookahead": 1}))),
+                 ("pipelined-lookup-int8", pipeline((lookup, int8, full), LinkSpec(max_window=LOOKUP_WINDOW), link))]
+    return rows + [blocking(Row(name, spec, "the published handshake")) for name, spec in published]
+
+
+def blocking(row: Row) -> Row:
+    """The same with the published handshake."""
+    pipeline = row.pipeline.model_copy(update={"handshake": "blocking"})
+    return replace(row, name=f"{row.name}-blocking", pipeline=pipeline)
 
 
 # Step times of the emulated stages in seconds, drafter first: the published 1B, 8B and 70B models'
-# on A100s, and one between.
-EMULATED_STEP_S = {"s12": 0.012, "s22": 0.022, "s27": 0.027, "s120": 0.120}
+# on A100s, one between and one below.
+EMULATED_STEP_S = {"s6": 0.006, "s12": 0.012, "s22": 0.022, "s27": 0.027, "s120": 0.120}
 EMULATED_ACCEPTANCE = 0.85
 
 
@@ -70,19 +104,17 @@ def emulated_scripts() -> dict[str, Script]:
     return {name: Script(Constant(seconds)) for name, seconds in EMULATED_STEP_S.items()}
 
 
-def emulated_rows() -> list[Row]:
-    s12, s22, s27, s120 = emulated_stages()
-    link = LinkSpec(lookahead=1)
-    note = "stages hold their device for a set time"
-    return [
-        Row("emulated-2", pipeline((s12, s120), link), note),
-        Row("emulated-3", pipeline((s12, s22, s120), link, link), note),
-        Row("emulated-4", pipeline((s12, s22, s27, s120), link, link, link), note),
-    ]
+def emulated_rows(*, extra: bool = False) -> list[Row]:
+    """Two to four stages; ``extra``: five too, and all with the published handshake."""
+    s6, s12, s22, s27, s120 = emulated_stages()
+    sets = [(s12, s120), (s12, s22, s120), (s12, s22, s27, s120), (s6, s12, s22, s27, s120)]
+    rows = [Row(f"emulated-{len(chosen)}", pipeline(chosen, *[LinkSpec(lookahead=1)] * (len(chosen) - 1)),
+                "stages hold their device for a set time") for chosen in sets]
+    return [*rows, *map(blocking, rows)] if extra else rows[:3]
 
 
 def emulated_agreements(count: int, num_tokens: int, first: int) -> list[Agreement]:
-    """Made-up choices of the four emulated stages; ``first`` keeps halves apart."""
+    """Made-up choices of the emulated stages; ``first`` keeps halves apart."""
     names = [stage.choice_key for stage in emulated_stages()]
     models = [IID(EMULATED_ACCEPTANCE)] * (len(names) - 1)
     return [synthetic(names, models, num_tokens=num_tokens, seed=7, prompt=first + i, prompt_length=8)

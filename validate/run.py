@@ -25,10 +25,9 @@ from pipespec_model.spec import StageSpec
 from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
 from simulate.choose import choose_lookaheads
 
-from .compare import Prediction, compare, identity, predict, reproduced, summarise
+from .compare import Prediction, compare, identity, predict, summarise
 from .rows import Row, emulated_agreements, emulated_rows, emulated_scripts, emulated_stages
 
-MIN_REPEATS = 2
 ROUGH_TOKEN_S = 0.055  # for the progress bar alone
 Advance = Callable[[str, float], None]
 """Progress: what begins now, and how much of the whole (in rough seconds) has just ended."""
@@ -76,7 +75,7 @@ class Group:
         return self.calibration_agreements is not None
 
 
-def emulated_group(num_prompts: int, num_tokens: int) -> Group:
+def emulated_group(num_prompts: int, num_tokens: int, *, full: bool = False) -> Group:
     def prompts(agreements: Sequence[Agreement]) -> list[Prompt]:
         return [Prompt(a.prompt, "emulated", "emulated", tokens=tuple(range(1, a.prompt_length + 1)))
                 for a in agreements]
@@ -84,7 +83,7 @@ def emulated_group(num_prompts: int, num_tokens: int) -> Group:
     before = emulated_agreements(12, num_tokens, first=1000)
     after = emulated_agreements(num_prompts, num_tokens, first=0)
     # Step times that are set need few rounds and no repeat; the other agreements serve the forecast.
-    return Group(emulated_rows(), emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=2,
+    return Group(emulated_rows(extra=full), emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=2,
                  calibration_agreements=before, evaluation_agreements=after)
 
 
@@ -119,6 +118,7 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
     with Fleet(group.stages, scripts=scripts, vocabulary=vocabulary) as fleet:
         for pipeline in pipelines:
             fleet.check_fits(pipeline, [*group.calibration, *group.evaluation], group.max_new_tokens)
+        group.rows = [replace(row, pipeline=fleet.place(row.pipeline)) for row in group.rows]
         begun = prediction_file.exists()
         if not begun:
             advance("calibrating", 10.0)
@@ -133,7 +133,7 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
         group.rows = [_resolved(row, group.profile) for row in group.rows]
         if not begun:
             predictions = {row.name: predict(row, group.profile, num_prompts=len(group.evaluation),
-                                             repeats=min(group.repeats, MIN_REPEATS)) for row in group.rows}
+                                             repeats=1 if row.extra else group.repeats) for row in group.rows}
             _write(prediction_file, {name: said.to_dict() for name, said in predictions.items()})
         said = json.loads(prediction_file.read_text(encoding="utf-8"))
         group.predictions = {name: Prediction.from_dict(data) for name, data in said.items()}
@@ -154,8 +154,8 @@ def _resolved(row: Row, profile: Profile) -> Row:
 
 def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: Sequence[Prompt], repeats: int, *,
              prefix: str) -> dict[str, Trace]:
-    """Every row on every prompt, interleaved, so that a shift of the machine's speed touches all; then
-    again where the fastest run was not reproduced, up to ``repeats`` times."""
+    """Every row on every prompt, ``repeats`` times over, interleaved, so that a shift of the machine's speed
+    touches all; beside each run, its stages' single steps as a yardstick."""
     writers: dict[str, TraceWriter] = {}
     traces: dict[str, Trace] = {}
     agreements = {a.prompt: a for a in group.evaluation_agreements or []}
@@ -168,9 +168,9 @@ def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: S
             for n, prompt in enumerate(prompts):
                 for row in group.rows:
                     number = repeat * len(prompts) + n
-                    wanted = repeat < MIN_REPEATS or not reproduced(traces[row.name], prompt.name)
+                    wanted = not (repeat and row.extra)
                     if wanted and not any(done.prompt == number for done in traces[row.name].prompts):
-                        made = fleet.run_prompt(
+                        made = fleet.run_probed(
                             row.pipeline, prompt, max_new_tokens=group.max_new_tokens, number=number,
                             repeat=repeat, agreement=agreements.get(prompt.name))
                         writers[row.name].append(*made)
