@@ -27,7 +27,7 @@ from .prompts import Prompt
 STEP_WIDTHS = {64: (1, 2, 3, 1, 4, 2, 8, 16), 160: (1, 2, 1, 4, 2, 3, 32)}  # by context
 CONTEXTS = tuple(STEP_WIDTHS)  # alternately, a round each
 PREFILL_WIDTHS = (48, 96)
-TOGETHER_S = 0.8  # and before it, half as long each stage alone
+TOGETHER_S = (0.2, 0.8)  # least and most, for twenty steps of the slowest; before it, half as long each stage alone
 COMMON_WIDTHS = (1, 2, 3, 2)  # of a verifier; a drafter takes one token a step
 GAP_TOKENS = 16  # of the short runs that show the gaps between steps
 
@@ -65,7 +65,7 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
         made = [_time_alone(fleet, stage, text, context) for stage in alone]
         # Long enough for several steps of the slowest stage.
         slowest = max(step.duration_s for trace in made for step in trace.steps if step.width <= max(COMMON_WIDTHS))
-        seconds = max(TOGETHER_S, 5 * slowest)
+        seconds = max(5 * slowest, min(max(20 * slowest, TOGETHER_S[0]), TOGETHER_S[1]))
         made += [_time_together(fleet, group, text, seconds) for group in computing_sets(pipelines)]
         scripted = agreements[number] if agreements else None
         made.append(_run(fleet, baseline, prompt, max_new_tokens, scripted))

@@ -33,6 +33,9 @@ def row(strategy: str, speed: float, origin: str = "measured", **more: Any) -> d
         "predicted_interval": [speed - 2, speed + 2], "measured_mean_acceptance_length": 1.8,
         "predicted_mean_acceptance_length": 1.7, "replayed_mean_acceptance_length": 1.8, "identical_prompts": 3,
         "near_tie_prompts": 1, "noise_percent": 0.7, "ttft_s": 0.2, "stage_use": [], "step_times": [step],
+        "replayed_tokens_per_s": speed + 0.2, "replayed_ttft_s": 0.19,
+        "error_budget": dict.fromkeys(("step_times", "between_steps", "acceptance", "rest", "without_contention",
+                                       "at_calibrated_speed", "efficiency"), 0.6),
         "speedup": 1.5 if origin == "measured" else None,
         "speedup_same_devices": 1.1 if origin == "measured" else None, **more}
 

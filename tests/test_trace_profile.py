@@ -107,7 +107,7 @@ def test_a_prompt_that_is_redone_has_its_steps_once(tmp_path):
     path.write_bytes(b"".join(lines[:-1]))
     found, _ = load_trace(path)
     with TraceWriter(path, found) as writer:
-        writer.append(prompt(2), [s for s in trace().steps if s.prompt == 2])
+        writer.append(prompt(2), *([s for s in made if s.prompt == 2] for made in (trace().steps, trace().probes)))
     assert load_trace(path) == (trace(), None)
 
 
@@ -117,7 +117,7 @@ def test_appending_to_a_torn_file_keeps_it_readable(tmp_path):
     save_trace(trace(), path)
     path.write_bytes(path.read_bytes()[:-5])
     with TraceWriter(path, trace()) as writer:
-        writer.append(prompt(2), [s for s in trace().steps if s.prompt == 2])
+        writer.append(prompt(2), *([s for s in made if s.prompt == 2] for made in (trace().steps, trace().probes)))
     assert [p.prompt for p in load_trace(path)[0].prompts] == [0, 1, 2]
 
 
@@ -143,7 +143,7 @@ def changed(path: Path, line: int, **fields: Any) -> None:
     (1, {"width": None}, "t.jsonl:2 lacks a field"),
     (1, {"duration_s": math.nan}, "t.jsonl:2 must be one JSON object (NaN is not allowed)"),
     (1, {"duration_s": -math.inf}, "t.jsonl:2 must be one JSON object (-Infinity is not allowed)"),
-    (1, {"type": "note"}, "t.jsonl:2: type must be step or prompt_end, got 'note'"),
+    (1, {"type": "note"}, "t.jsonl:2: type must be step, probe or prompt_end, got 'note'"),
     (3, {"colour": 1}, "t.jsonl:4: colour is not a known field"),
 ])
 def test_a_wrong_trace_is_refused_with_its_line(tmp_path, line: int, fields: dict[str, Any], words: str):

@@ -22,6 +22,7 @@ from pipespec_model.trace import Trace
 from simulate.run import simulate
 
 from .compare import replay_set
+from .page import write_page
 from .report import write_report
 from .rows import Row, real_rows
 from .run import Group, Settings, emulated_group, finish, free_space, open_folder, run_group, weight
@@ -38,6 +39,7 @@ def validate(
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
     full: Annotated[bool, typer.Option("--full", help="all prompts and 64 tokens: up to 15 minutes")] = False,
     tolerance: Annotated[float | None, typer.Option(help="exit 1 if the mean timing error is above this, in %")] = None,
+    page: Annotated[Path | None, typer.Option(help="also write the table as a Markdown page there")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the report as one JSON document on stdout")] = False,
 ) -> int:
     """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
@@ -80,6 +82,8 @@ def validate(
     data = finish(groups, settings, time.monotonic() - begun)
     shown = timeline_row(groups[0].rows)
     write_report(data, out, simulated=replayed(groups[0], shown), measured=groups[0].traces[shown.name])
+    if page is not None:
+        write_page(data, page, "pipespec validate" + " --full" * full + f" --page {page}")
     if json_:
         print_json(data)
     else:
