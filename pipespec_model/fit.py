@@ -159,12 +159,15 @@ def _quantiles(slow: Slowness) -> dict[str, tuple[float, ...]]:
 
 
 def _spread(slow: Slowness) -> float:
-    """The standard error, over rounds, of the mean of log slowness."""
+    """The standard error, over rounds, of the mean of log slowness.
+
+    What disturbs a machine outlasts a round, so rounds count as half as many.
+    """
     rounds: dict[int, list[float]] = defaultdict(list)
     for (number, _), found in slow.items():
         rounds[number].append(float(np.mean(np.log(found))))
     means = [float(np.mean(found)) for found in rounds.values()]
-    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
+    return float(np.std(means, ddof=1) / np.sqrt(len(means) / 2)) if len(means) > 1 else 0.0
 
 
 def fit_costs(traces: Sequence[Trace], rollback_s: Mapping[str, float] | None = None) -> dict[str, Costs]:

@@ -220,8 +220,8 @@ def test_slowness_is_read_from_the_probes():
     assert made.slowness[first.time_key] == pytest.approx((1.0, 1.5))
     assert made.slowness_of(second) == pytest.approx((1.0,))
     assert [made.slowness_at(first, draw) for draw in (0.0, 0.5, 1.0, None)] == pytest.approx([1.0, 1.25, 1.5, 1.25])
-    # Means of log slowness ½ log 1.5 and 0, over the square root of two rounds.
-    assert made.timing_spread == pytest.approx(math.log(1.5) / 4)
+    # Means of log slowness ½ log 1.5 and 0; two rounds count as one.
+    assert made.timing_spread == pytest.approx(math.log(1.5) / 2 / math.sqrt(2))
     assert fit(found).timing_spread == 0.0
 
 
