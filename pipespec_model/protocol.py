@@ -251,7 +251,7 @@ class Stage:
         self.cached = self.prompt_length + len(self.sequence) + accepted
         self.sequence += emitted
         count = self.counters
-        count.proposed += len(drafts)
+        count.proposed += accepted if ended else len(drafts)  # what lies past the end is nobody's
         count.accepted += accepted
         count.rejected += rejected
         count.emitted += len(emitted)

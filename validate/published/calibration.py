@@ -217,25 +217,27 @@ class Calibration:
         costs: dict[str, Costs] = {}
         last = len(pipeline.stages) - 1
         for i, stage in enumerate(pipeline.stages):
-            one_s = self.draft_s(stage, rule if together else "synchronous step") if i < last else None
+            one_s = None
+            if i < last:
+                one_s = self.draft_s(stage, rule if together else "synchronous step", pipeline.target)
             if i == 0 and draft_s is not None:
                 one_s = draft_s
             step = self.draft(stage, one_s) if i == 0 and one_s is not None else self.verify(stage, one_s)
-            start_s = self.start_s(stage, last, i == last, "prefill_s")
-            start_s += 0.0 if warm else self.start_s(stage, last, i == last, "warmup_s")
+            start_s = self.start_s(stage, pipeline, "prefill_s")
+            start_s += 0.0 if warm else self.start_s(stage, pipeline, "warmup_s")
             latency[stage.name] = StageLatency(step, Constant(start_s))
-            costs[stage.name] = Costs(handover_s=self._handover_s(pipeline), rollback_s=self._rollback_s(stage))
+            costs[stage.name] = Costs(handover_s=self._handover_s(pipeline),
+                                      rollback_s=self._rollback_s(stage, pipeline.target))
         return Profile(latency, costs=costs, neighbour_rate=self.neighbour_rate(pipeline), origin="fitted",
                        source="greedy and synchronous files")
 
-    def draft_s(self, stage: StageSpec, rule: DraftRule = RULE) -> float:
-        """Seconds of a drafting stage's one-token step."""
+    def draft_s(self, stage: StageSpec, rule: DraftRule = RULE, target: StageSpec | None = None) -> float:
+        """Seconds of a drafting stage's one-token step; in a chain best from chains with the same target."""
         alone = self._near(self.greedy, stage)
         if alone is not None and rule != "synchronous step":
             return {"greedy token": alone.step_s + alone.wait_s, "greedy step": alone.step_s,
                     "greedy total": alone.total_s}[rule]
-        found = [times.draft_s for (drafter, _), times in self.pairs.items()
-                 if drafter == stage.choice_key and times.draft_s]
+        found = [times.draft_s for times in self._drafting(stage, target) if times.draft_s]
         if found:
             return float(np.mean(found))
         if alone is not None:
@@ -260,21 +262,25 @@ class Calibration:
         other = _mean(near)
         return replace(other, seconds=tuple(seconds * one_s / other.seconds[0] for seconds in other.seconds))
 
-    def start_s(self, stage: StageSpec, num_links: int, is_target: bool,
-                name: Literal["prefill_s", "warmup_s"]) -> float:
+    def start_s(self, stage: StageSpec, pipeline: PipelineSpec, name: Literal["prefill_s", "warmup_s"]) -> float:
         """A stage's part of the prefill or of the warm-up."""
-        if not num_links and (alone := self._near(self.greedy, stage)):
+        if len(pipeline.stages) == 1 and (alone := self._near(self.greedy, stage)):
             return alone.prefill_s if name == "prefill_s" else 0.0
+        drafts = stage != pipeline.target
+        chains = self._drafting(stage, pipeline.target) if drafts else [
+            times for (_, target), times in self.pairs.items() if target == stage.choice_key]
         found = []
-        for (drafter, target), times in self.pairs.items():
+        for times in chains:
             wide_s = times.verify.mean_s(2, 0)
-            share = wide_s / (wide_s + times.draft_s) if name == "prefill_s" else 0.5
-            if target == stage.choice_key:
-                found.append((is_target, share * getattr(times, name)))
-            if drafter == stage.choice_key:
-                found.append((not is_target, (1 - share) * getattr(times, name)))
-        chosen = [value for fits, value in found if fits] or [value for _, value in found]
-        return float(np.mean(chosen)) if chosen else 0.0
+            share = times.draft_s / (wide_s + times.draft_s) if name == "prefill_s" else 0.5
+            found.append((share if drafts else 1 - share) * getattr(times, name))
+        return float(np.mean(found)) if found else 0.0
+
+    def _drafting(self, stage: StageSpec, target: StageSpec | None) -> list[ChainTimes]:
+        """Chains in which a model drafts: for this target, else for any."""
+        if target and (exact := self.pairs.get((stage.choice_key, target.choice_key))):
+            return [exact]
+        return [times for (drafter, _), times in self.pairs.items() if _path(drafter) == stage.model]
 
     def _handover_s(self, pipeline: PipelineSpec) -> float:
         if pipeline.strategy != "speculative":
@@ -282,8 +288,8 @@ class Calibration:
         found = [times.handover_s for (_, target), times in self.pairs.items() if target == pipeline.target.choice_key]
         return float(np.mean(found)) if found else 0.0
 
-    def _rollback_s(self, stage: StageSpec) -> float:
-        found = [times.rollback_s for (drafter, _), times in self.pairs.items() if _path(drafter) == stage.model]
+    def _rollback_s(self, stage: StageSpec, target: StageSpec) -> float:
+        found = [times.rollback_s for times in self._drafting(stage, target)]
         return float(np.mean(found)) if found else 0.0
 
     def neighbour_rate(self, pipeline: PipelineSpec) -> float:
@@ -298,13 +304,18 @@ class Calibration:
 
     def pair_bits(self, drafter: StageSpec, target: StageSpec) -> dict[int, PromptBits]:
         """Raises InputError where no synchronous file of the pair was given."""
-        for found in ((drafter.choice_key, target.choice_key),):
-            if found in self.bits:
-                return self.bits[found]
+        exact = (drafter.choice_key, target.choice_key)
+        if exact in self.bits:
+            return self.bits[exact]
         for (a, b), merged in self.bits.items():
             if _path(a) == drafter.model and _path(b) == target.model:
                 return merged
         raise InputError(f"{{{drafter.name},{target.name}}}", "must have a synchronous file to calibrate on")
+
+    def known_prompts(self, pipeline: PipelineSpec) -> list[int]:
+        """Indices of the prompts whose bits are known for every drafting stage."""
+        found = [set(self.pair_bits(stage, pipeline.target)) for stage in pipeline.stages[:-1]]
+        return sorted(set.intersection(*found)) if found else []
 
     @staticmethod
     def _near(found: dict[str, GreedyTimes], stage: StageSpec) -> GreedyTimes | None:

@@ -88,6 +88,11 @@ class PublishedFile:
         return [stage.name for stage in self.stages]
 
     @property
+    def emitted_known(self) -> bool:
+        """Whether windows can be read off the emitted tokens: in a chain none exceeds L."""
+        return self.strategy == "speculative"
+
+    @property
     def ms_per_token(self) -> float:
         """As published: ratio of totals, first prompt and prefill included."""
         return 1e3 * sum(p.total_s for p in self.prompts) / sum(p.num_tokens for p in self.prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -118,7 +118,7 @@ def run(pipeline: PipelineSpec, calibration: Calibration, made: Sequence[Agreeme
     """Simulate prompts of a run; the first one with the warm-up of the processes."""
     cold, warm = (calibration.profile(pipeline, warm=warm, rule=rule, draft_s=draft_s) for warm in (False, True))
     if neighbour_rate is not None:
-        cold.__dict__["neighbour_rate"] = warm.__dict__["neighbour_rate"] = neighbour_rate
+        cold, warm = (replace(profile, neighbour_rate=neighbour_rate) for profile in (cold, warm))
     trace = simulate(pipeline, warm, made)
     first = simulate(pipeline, cold, made[:1])
     trace.prompts[0] = first.prompts[0]
