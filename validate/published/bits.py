@@ -5,6 +5,8 @@ position v on means that the bits v … v+n−2 are 1 and, where n ≤ γ, that 
 was accepted whole the drafter decodes the bonus position b = v−1 itself, uncorrected (both stages' own first
 tokens form such a position too): n ≥ 2 proves bit b, n = 1 says that b and v are not both 1.  Other files of
 the pair settle that, or the step's time where a plain one-token step is much shorter than a wider one.
+(The newest published chain replaces the drafter's first token after prefill, and then no file tells of
+position 0; it counts as agreed to, which in a pipeline decides one step at most.)
 
 What several files say of a position is put to the vote; positions where they differ are contradictory.
 """
