@@ -10,6 +10,7 @@ import typer
 
 from pipespec_model.cli import make_folder, print_json, progress_bar, run
 
+from .figures import predicted_rows
 from .files import read_folder
 from .predict import Study
 from .report import headline, short, write_report
@@ -55,15 +56,13 @@ def summary(data: dict, out: Path) -> None:
 
     table = Table()
     table.add_column("run")
-    for name in ("L", "measured ms/token", "predicted", "difference", "own drafter", "Markov", "i.i.d.", "closed form"):
+    for name in ("measured ms/token", "predicted", "difference", "own drafter", "Markov", "i.i.d.", "closed form"):
         table.add_column(name, justify="right")
-    for row in data["rows"]:
-        if row["error_percent"] is not None:
-            errors = row["error_percent_by_model"]
-            table.add_row(short(row), str(row["inferred_lookahead"]), f"{row['measured_ms_per_token']:.2f}",
-                          f"{row['predicted_ms_per_token']:.2f}", signed(row["error_percent"]),
-                          signed(row["error_percent_own_drafter"]),
-                          *(signed(errors[name]) for name in ("markov", "iid", "closed_form")))
+    for row in predicted_rows(data["rows"]):
+        errors = row["error_percent_by_model"]
+        table.add_row(short(row), f"{row['measured_ms_per_token']:.2f}", f"{row['predicted_ms_per_token']:.2f}",
+                      signed(row["error_percent"]), signed(row["error_percent_own_drafter"]),
+                      *(signed(errors[name]) for name in ("markov", "iid", "closed_form")))
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(table)
     for sentence in headline(data):

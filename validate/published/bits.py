@@ -152,9 +152,7 @@ def _merge_prompt(found: Sequence[tuple[PublishedFile, PublishedPrompt]], plain_
 
 def rate_after_rejection(merged: Iterable[PromptBits]) -> float:
     """Share of ones right after a zero: with what unknown positions are drawn."""
-    after = [int(bit) for item in merged for before, bit in zip(item.bits, item.bits[1:], strict=False)
-             if before == 0 and bit != UNKNOWN_BIT]
-    return float(np.mean(after)) if after else 0.5
+    return agreement_rates(merged)[2]
 
 
 def agreement_rates(merged: Iterable[PromptBits]) -> tuple[float, float, float]:
@@ -163,6 +161,7 @@ def agreement_rates(merged: Iterable[PromptBits]) -> tuple[float, float, float]:
              if UNKNOWN_BIT not in (a, b)]
     if not pairs:
         return 0.5, 0.5, 0.5
-    after = [[b for a, b in pairs if a == last] for last in (0, 1)]
     overall = float(np.mean([b for _, b in pairs]))
-    return overall, float(np.mean(after[1] or [overall])), float(np.mean(after[0] or [overall]))
+    after = [[b for a, b in pairs if a == last] for last in (1, 0)]
+    after_one, after_zero = (float(np.mean(found)) if found else overall for found in after)
+    return overall, after_one, after_zero

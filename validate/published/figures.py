@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
 from validate.figures import STRATEGY_STYLE, as_inline, svg
 
 NAMES = {"speculative": "synchronous", "pipelined": "pipelined"}
@@ -26,7 +28,10 @@ def label(models: Sequence[str]) -> str:
 
 
 def predicted_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row["predicted_ms_per_token"] is not None]
+    """Those with a prediction, by strategy, models and lookahead."""
+    found = [row for row in rows if row["predicted_ms_per_token"] is not None]
+    return sorted(found, key=lambda row: (row["strategy"], len(row["models"]), label(row["models"]),
+                                          row["inferred_lookahead"]))
 
 
 def scatter(rows: Sequence[dict[str, Any]]) -> str:
@@ -60,8 +65,6 @@ def scatter(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _ticks(ends: Sequence[float]) -> Any:
-    from matplotlib.ticker import FixedLocator
-
     steps = (10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 60, 80, 100, 125, 150, 200, 300, 500)
     return FixedLocator([step for step in steps if ends[0] <= step <= ends[1]])
 
@@ -71,8 +74,7 @@ def against_lookahead(rows: Sequence[dict[str, Any]]) -> str | None:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in predicted_rows(rows):
         groups[row["strategy"], label(row["models"])].append(row)
-    shown = {key: sorted(found, key=lambda row: row["inferred_lookahead"]) for key, found in groups.items()
-             if len({row["inferred_lookahead"] for row in found}) > 2}
+    shown = {key: found for key, found in groups.items() if len({row["inferred_lookahead"] for row in found}) > 2}
     if not shown:
         return None
     with svg("published-lookahead", 4.2 * len(shown), 3.8, ncols=len(shown)) as (figure, panels, out):
@@ -96,8 +98,7 @@ def against_lookahead(rows: Sequence[dict[str, Any]]) -> str | None:
 
 def accepted_lengths(rows: Sequence[dict[str, Any]]) -> str | None:
     """How many tokens a verification emitted: recorded as bars, replayed as dots; pipelined runs first."""
-    found = sorted((row for row in predicted_rows(rows) if row["accepted_lengths"]),
-                   key=lambda row: (row["strategy"], label(row["models"]), row["inferred_lookahead"]))[:MOST_PANELS]
+    found = [row for row in predicted_rows(rows) if row["inferred_lookahead"] != 1][:MOST_PANELS]
     if not found:
         return None
     columns = min(3, len(found))
@@ -112,6 +113,8 @@ def accepted_lengths(rows: Sequence[dict[str, Any]]) -> str | None:
             axes.plot(range(1, len(replayed)), replayed[1:], "o", color="#0072B2", markersize=3.5, label="replayed")
             axes.set_title(f"{NAMES[row['strategy']]} {label(row['models'])}, L = {row['inferred_lookahead']}",
                            fontsize=9, loc="left")
+            axes.set_xlim(0.3, max(len(measured), len(replayed), 4) - 0.3)
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             axes.spines[["top", "right"]].set_visible(False)
         for axes in panels[:, 0]:
             axes.set_ylabel("verifications", fontsize=9)

@@ -223,7 +223,7 @@ def _prompt(entry: Any, strategy: Strategy, k: int, label: int, where: str) -> P
     num_tokens = _key(metrics, "tokens_generated", int, where)
     total_s = _seconds(metrics.get("total_time"), where + "total_time")
     if k == 1:
-        step_s = (_times(metrics.get("token_times"), where + "token_times"),)
+        step_s: tuple[tuple[float, ...], ...] = (_times(metrics.get("token_times"), where + "token_times"),)
         emitted: tuple[tuple[int, ...], ...] = ()
     else:
         step_s = tuple(_times(item, f"{where}model_times.{i}")
