@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "validate": "calibrate, predict, measure and report (the main job)",
+    "validate": "calibrate, predict, measure and report (the main job); validate published: runs of others",
     "execute": "generate text, calibrate a pipeline, strategies side by side",
     "simulate": "simulate a pipeline, choose lookaheads, draw a timeline",
 }

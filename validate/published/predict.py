@@ -137,7 +137,8 @@ class Study:
         row["measured_drafts"] = sum(n for _, n in recorded.values())
         row["predicted_drafts"] = sum(drafts.values())
         if file.strategy == "speculative":
-            merged = calibration.pair_bits(file.stages[-2], file.target)
+            # Contradictions over all files: one may show only between this file and the others.
+            merged = self.calibration.pair_bits(file.stages[-2], file.target)
             row["prompts_that_differ"] = [
                 {"prompt": i, "measured": list(recorded[i]), "predicted": [verifications[i], drafts[i]],
                  "contradictory_positions": list(merged[i].contradictory), "other_output": list(merged[i].other_output)}
@@ -256,7 +257,8 @@ def _unpredicted(file: PublishedFile) -> dict[str, Any]:
         "inferred_lookahead": inferred, "num_prompts": len(file.prompts), "measured_ms_per_token": file.ms_per_token,
         "predicted_ms_per_token": None, "error_percent": None, "error_interval": None,
         "error_percent_own_drafter": None, "error_percent_mean_over_prompts": None,
-        "predicted_by_model": {}, "error_percent_by_model": {}, "measured_verifications": None,
+        "predicted_by_model": {}, "error_percent_by_model": {},
+        "measured_verifications": sum(len(p.emitted[-1]) for p in file.prompts) if len(file.stages) > 1 else None,
         "predicted_verifications": None, "measured_drafts": None, "predicted_drafts": None,
         "used_for_calibration": file.strategy == "autoregressive", "warnings": [], "extremes": None,
         "measured_joules_per_token": measured_joules_per_token(file, [p.index for p in file.prompts]),
