@@ -110,11 +110,12 @@ def test_the_rules_of_a_round(files: list[PublishedFile]):
 
 
 def test_another_file_settles_an_open_pair(files: list[PublishedFile]):
-    """A file that saw position 4 accepted makes 5 wrong; the same from a step's time where plain steps are short."""
+    """A file with γ = 4 that saw position 4 accepted makes 5 wrong, which neither tells alone; so does a step's
+    time where plain steps are short."""
     opened = one_prompt(files, [4, 1, 2], 4)
-    other = one_prompt(files, [5, 2], 9)
-    assert merge([opened, other], 0.0, 0.0)[0].bits[4:6].tolist() == [1, 0] or merge(
-        [opened, other], 0.0, 0.0)[0].bits[4] == 1
+    other = one_prompt(files, [5, 1, 1], 5)
+    assert merge([other], 0.0, 0.0)[0].bits[4:7].tolist() == [1, -1, -1]
+    assert merge([opened, other], 0.0, 0.0)[0].bits[4:7].tolist() == [1, 0, 1]
     slow, fast = (one_prompt(files, [4, 1, 2], 4, seconds) for seconds in (0.4, 0.1))
     assert merge([slow], 0.12, 0.43)[0].bits[4:6].tolist() == [1, 0]
     assert merge([fast], 0.12, 0.43)[0].bits[4:6].tolist() == [0, -1]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -173,15 +173,13 @@ def _spread(values: NDArray[np.float64]) -> tuple[float, ...]:
 class Calibration:
     """Everything that greedy and synchronous files of a folder tell.
 
-    greedy : by choice key; pairs, bits : by pair
-    notes : what had to stand in for what, in words
+    greedy : by choice key; pairs, bits : by pair; files : the names of those used
     """
 
     greedy: dict[str, GreedyTimes]
     pairs: dict[Pair, ChainTimes]
     bits: dict[Pair, dict[int, PromptBits]]
     files: tuple[str, ...]
-    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, files: Iterable[PublishedFile]) -> Calibration:

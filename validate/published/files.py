@@ -88,11 +88,6 @@ class PublishedFile:
         return [stage.name for stage in self.stages]
 
     @property
-    def emitted_known(self) -> bool:
-        """Whether windows can be read off the emitted tokens: in a chain none exceeds L."""
-        return self.strategy == "speculative"
-
-    @property
     def ms_per_token(self) -> float:
         """As published: ratio of totals, first prompt and prefill included."""
         return 1e3 * sum(p.total_s for p in self.prompts) / sum(p.num_tokens for p in self.prompts)
@@ -182,8 +177,8 @@ def read_file(path: Path) -> PublishedFile:
                    for i, entry in enumerate(_key(metadata, "model_configs", list, where + "metadata.")))
     label = _key(metadata, "lookahead", int, where + "metadata.")
     if (len(stages) == 1) != (strategy == "autoregressive") or not stages:
-        raise InputError(where + "metadata.model_configs", f"must fit strategy {metadata['strategy']}",
-                         f"{len(stages)} models")
+        raise InputError(where + "metadata.model_configs",
+                         f"must fit strategy {metadata['strategy']}, got {len(stages)} models")
     if label < 0 or label > MAX_WINDOW + 1:
         raise InputError(where + "metadata.lookahead", f"must be 0 to {MAX_WINDOW + 1}", label)
     if len({stage.name for stage in stages}) < len(stages):
@@ -231,18 +226,18 @@ def _prompt(entry: Any, strategy: Strategy, k: int, label: int, where: str) -> P
         emitted = tuple(_counts(item, f"{where}accepted_tokens.{i}")
                         for i, item in enumerate(_key(metrics, "accepted_tokens", list, where)))
         if len(step_s) != k or len(emitted) != k - 1:
-            raise InputError(where + "model_times and accepted_tokens", f"must fit {k} models",
-                             f"{len(step_s)} and {len(emitted)}")
+            raise InputError(where + "model_times and accepted_tokens",
+                             f"must fit {k} models, got {len(step_s)} and {len(emitted)} lists")
         for link, counts in enumerate(emitted):
             if len(counts) != len(step_s[link + 1]):
-                raise InputError(f"{where}accepted_tokens.{link}", f"must have an entry a step of stage {link + 1}",
-                                 f"{len(counts)} entries, {len(step_s[link + 1])} steps")
+                raise InputError(f"{where}accepted_tokens.{link}", f"must have an entry a step of stage {link + 1}, "
+                                 f"got {len(counts)} for {len(step_s[link + 1])} steps")
     held = 1 + (sum(emitted[-1]) if k > 1 else len(step_s[0]))
     whole = {"autoregressive": held == num_tokens, "speculative": held >= num_tokens,
              "pipelined": held <= num_tokens}[strategy]
     most = max(label, 1) + 1 if strategy == "speculative" and k == 2 else MAX_WINDOW + 2
     if num_tokens < 1 or not whole or any(count > most for counts in emitted for count in counts):
-        raise InputError(where + "tokens_generated", "must agree with what the steps emitted", f"{num_tokens}, {held}")
+        raise InputError(where + "tokens_generated", f"must agree with the {held} tokens of the steps", num_tokens)
     # In turn, the steps fit into the total; in a pipeline each stage's do.
     spent = sum(map(sum, step_s)) if strategy != "pipelined" else sum(step_s[0])
     if spent > total_s * 1.01:

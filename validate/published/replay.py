@@ -107,7 +107,7 @@ def redrawn(pipeline: PipelineSpec, calibration: Calibration, indices: Sequence[
         tokens = agreement.tokens.copy()
         length = tokens.shape[1]
         for stage, model in enumerate(models):
-            draws = [uniform(seed, int(agreement.prompt.rpartition("-")[2]), stage, ON_PATH, p) for p in range(length)]
+            draws = [uniform(seed, _index(agreement), stage, ON_PATH, position) for position in range(length)]
             tokens[stage] = np.where(model.bits(draws), tokens[-1], (stage + 2) * 1_000_000 + tokens[-1])
         out.append(Agreement(agreement.prompt, 0, agreement.names, tokens, budget=agreement.budget, eos=agreement.eos))
     return out
@@ -119,8 +119,11 @@ def run(pipeline: PipelineSpec, calibration: Calibration, made: Sequence[Agreeme
     cold, warm = (calibration.profile(pipeline, warm=warm, rule=rule, draft_s=draft_s) for warm in (False, True))
     if neighbour_rate is not None:
         cold, warm = (replace(profile, neighbour_rate=neighbour_rate) for profile in (cold, warm))
-    trace = simulate(pipeline, warm, made)
-    first = simulate(pipeline, cold, made[:1])
-    trace.prompts[0] = first.prompts[0]
-    trace.steps = first.steps + [step for step in trace.steps if step.prompt != 0]
-    return Replayed(trace, tuple(int(agreement.prompt.rpartition("-")[2]) for agreement in made))
+    trace, first = simulate(pipeline, warm, made[1:]), simulate(pipeline, cold, made[:1])
+    number = len(made) - 1
+    trace.add(replace(first.prompts[0], prompt=number), [replace(step, prompt=number) for step in first.steps])
+    return Replayed(trace, tuple(_index(agreement) for agreement in (*made[1:], made[0])))
+
+
+def _index(agreement: Agreement) -> int:
+    return int(agreement.prompt.rpartition("-")[2])
