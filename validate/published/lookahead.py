@@ -35,8 +35,14 @@ def overlap(replayed: Mapping[int, Sequence[int]], recorded: Mapping[int, Sequen
     return alike / begun if begun else 0.0
 
 
+def inferred(scores: Mapping[int, float], label: int) -> int:
+    """The candidate that overlaps best; of the class {0, 1} the label, if it is one of them."""
+    best = max(scores, key=lambda candidate: scores[candidate])
+    return label if best == max(label, 1) else best
+
+
 class Lookaheads:
-    """Infers the lookahead of pipelined files; candidates are replayed once a pipeline."""
+    """Scores the candidates of pipelined files; each is replayed once a pipeline."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
@@ -47,12 +53,6 @@ class Lookaheads:
         recorded = {prompt.index: prompt.ends() for prompt in file.prompts}
         candidates = range(1, max(MOST, file.label + 4) + 1)
         return {candidate: overlap(self._replayed(file, candidate), recorded) for candidate in candidates}
-
-    def infer(self, file: PublishedFile) -> int:
-        """The candidate that overlaps best; of the class {0, 1} the label, if it is one of them."""
-        scores = self.scores(file)
-        best = max(scores, key=lambda candidate: scores[candidate])
-        return file.label if best == max(file.label, 1) else best
 
     def _replayed(self, file: PublishedFile, candidate: int) -> dict[int, list[int]]:
         key = (tuple(stage.choice_key for stage in file.stages), candidate)

@@ -25,7 +25,7 @@ from .bits import agreement_rates
 from .calibration import RULE, Calibration, DraftRule
 from .energy import Power, fit_power, gpus, measured_joules_per_token, predicted_joules_per_token
 from .files import PublishedFile
-from .lookahead import NUM_PROMPTS, Lookaheads
+from .lookahead import NUM_PROMPTS, Lookaheads, inferred
 from .replay import Replayed, agreements, redrawn, run
 
 Advance = Callable[[str, float], None]
@@ -68,7 +68,8 @@ class Study:
             self.rows.append(row)
             try:
                 if file.strategy == "pipelined":
-                    row["inferred_lookahead"] = lookaheads.infer(file)
+                    row["lookahead_scores"] = lookaheads.scores(file)
+                    row["inferred_lookahead"] = inferred(row["lookahead_scores"], file.label)
                 if file.strategy != "autoregressive":
                     self._fill(row, file, calibration)
                 for rule in rules if file.strategy == "pipelined" else ():
@@ -88,8 +89,7 @@ class Study:
     # -- one row -------------------------------------------------------------------------------
 
     def _fill(self, row: dict[str, Any], file: PublishedFile, calibration: Calibration) -> None:
-        inferred = row["inferred_lookahead"]
-        pipeline = file.pipeline(inferred)
+        pipeline = file.pipeline(row["inferred_lookahead"])
         known = calibration.known_prompts(pipeline)
         indices = [prompt.index for prompt in file.prompts if prompt.index in known]
         if not indices:
@@ -256,10 +256,10 @@ class Study:
 def _unpredicted(file: PublishedFile) -> dict[str, Any]:
     # In a chain the first verifier emits at most L, and as a rule does so somewhere.
     chain = file.strategy == "speculative"
-    inferred = max((n for p in file.prompts for n in p.emitted[0]), default=0) if chain else None
+    longest = max((n for p in file.prompts for n in p.emitted[0]), default=0) if chain else None
     return {
         "file": file.name, "strategy": file.strategy, "models": file.models, "labelled_lookahead": file.label,
-        "inferred_lookahead": inferred, "num_prompts": len(file.prompts), "measured_ms_per_token": file.ms_per_token,
+        "inferred_lookahead": longest, "num_prompts": len(file.prompts), "measured_ms_per_token": file.ms_per_token,
         "predicted_ms_per_token": None, "error_percent": None, "error_interval": None,
         "error_percent_own_drafter": None, "error_percent_mean_over_prompts": None,
         "predicted_by_model": {}, "error_percent_by_model": {},
@@ -268,6 +268,7 @@ def _unpredicted(file: PublishedFile) -> dict[str, Any]:
         "used_for_calibration": file.strategy == "autoregressive", "warnings": [], "extremes": None,
         "measured_joules_per_token": measured_joules_per_token(file, [p.index for p in file.prompts]),
         "predicted_joules_per_token": None, "speedup": None, "accepted_lengths": None, "prompts": [],
+        "lookahead_scores": None,
     }
 
 
