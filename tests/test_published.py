@@ -184,12 +184,17 @@ def test_a_simulated_pipeline_is_predicted(rows: dict[str, dict[str, Any]], name
 
 
 @pytest.mark.parametrize("label", [3, 6, 10])
-def test_a_synchronous_run_is_predicted_without_its_own_file(rows: dict[str, dict[str, Any]], label: int):
-    """Time within 1%; verifications and drafts exact on every prompt whose bits the other files all tell."""
+def test_a_synchronous_run_is_predicted_without_its_own_file(files: list[PublishedFile],
+                                                             rows: dict[str, dict[str, Any]], label: int):
+    """Verifications and drafts are exact on every prompt whose bits the other files all tell, and where that is
+    every prompt, the time is within half a percent."""
     row = rows[f"speculative 2 Llama-1B-Instruct {label}"]
-    assert abs(row["error_percent"]) <= 1.0
+    bits = Calibration.of(file for file in files if file.name != row["file"]).pair_bits(SMALL, LARGE)
+    unsure = {index for index, item in bits.items() if item.num_unknown}
+    assert {item["prompt"] for item in row["prompts_that_differ"]} <= unsure
+    assert len(unsure) < 3
+    assert abs(row["error_percent"]) <= (2.0 if unsure else 0.5)
     assert not row["used_for_calibration"]
-    assert len(row["prompts_that_differ"]) <= 1
 
 
 def test_no_time_of_a_pipelined_file_enters_its_prediction(files: list[PublishedFile], rows: dict[str, dict[str, Any]]):
