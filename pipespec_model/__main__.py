@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "validate": "calibrate, predict, measure and report (the main job)",
+    "validate": "calibrate, predict, measure and report (the main job); validate published: runs of others",
     "execute": "generate text, calibrate a pipeline, strategies side by side",
     "simulate": "simulate a pipeline, choose lookaheads, draw a timeline",
 }
@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     if args[0] not in COMMANDS:
         print(f"pipespec: command must be one of {', '.join(COMMANDS)}, got {args[0]!r}", file=sys.stderr)
         raise SystemExit(2)
-    import_module(f"{args[0]}.__main__").main(args[1:])
+    # A sub-command of its own package: it never loads torch, which validate does.
+    package, rest = ("validate.published", args[2:]) if args[:2] == ["validate", "published"] else (args[0], args[1:])
+    import_module(f"{package}.__main__").main(rest)
 
 
 if __name__ == "__main__":

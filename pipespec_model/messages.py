@@ -24,13 +24,15 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Upstream: the verifier's tokens from ``start``.  ``turn``: the receiver may work again
-    (a synchronous chain hands its one turn round; in a pipeline every stage always has it)."""
+    (a synchronous chain hands its one turn round; in a pipeline every stage always has it).
+    ``length``: tokens that the sender holds itself, where it passes on the target's."""
 
     epoch: int
     serial: int
     start: int
     tokens: tuple[int, ...]
     turn: bool
+    length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

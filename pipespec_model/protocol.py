@@ -18,8 +18,10 @@ That is the ``overlapped`` handshake.  With ``blocking``, the published implemen
 pipeline is also a *request*: its sender waits for the drafts that answer it, a receiver answers between
 steps (a middle stage asks its own upstream before it goes on), and whoever finds no difference changes
 nothing, even when the downstream is longer; so a bonus token is drafted again, perhaps wrongly.  In a
-chain, ``blocking`` means that last rule alone.  Where a published stage could go on for ever with nothing
-to offer (no lookup match), ours takes the longer sequence and says *final*.
+chain, ``blocking`` means that last rule, a first round of prefills alone, and that all stages hear of a
+round from the target: a draft that the middle stage refused may stand.  No published drafter stops at the
+end of sequence.  Where a published stage could go on for ever with nothing to offer (no lookup match),
+ours takes the longer sequence and says *final*.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class Stage:
     # Link downstream: what the downstream is known to have decided.
     _epoch_down: int = 0
     _known_down: int = 0  # up to here both hold the same
+    _booked_down: int = 0  # up to here the counters tell what became of the drafts
     _length_down: int = 0
     _request: Verdict | None = None
     _seen_verdict: int = 0
@@ -86,6 +89,8 @@ class Stage:
         self._has_turn = self.index == 0 or not self.synchronous
         # Blocking: of the downstream's own first token no request will tell.
         self._length_down = int(self.requesting)
+        if self.blocking and not self.is_target:
+            self.eos = frozenset()
         spec = self.pipeline.stages[self.index]
         if spec.hybrid and self.prompt:
             # Only long matches: on a short one the model is right more often.
@@ -120,6 +125,11 @@ class Stage:
         """Whether a verdict waits for its answer."""
         return self.blocking and not self.synchronous
 
+    @property
+    def _prefill_round(self) -> bool:
+        """A published chain begins with a round of one token a stage, which the target's replaces."""
+        return self.blocking and self.synchronous and not self._seen_verdict
+
     # -- what to do next --------------------------------------------------------------------
 
     def next_step(self) -> Step | None:
@@ -134,7 +144,7 @@ class Stage:
             return None
         block = self.pipeline.stages[self.index].block
         window: tuple[int, ...] = ()
-        alone = self._decodes_plainly() or (self.requesting and not self._started)
+        alone = self._decodes_plainly() or (self.blocking and not self._started)
         if self.has_upstream and not alone:
             window = self.drafts[: min(room - 1, self.pipeline.links[self.index - 1].max_window)]
         held = self.prompt_length + len(self.sequence)
@@ -175,7 +185,7 @@ class Stage:
         ahead = len(self.sequence) - self._length_down
         allowed = link.buffer_tokens
         if self.synchronous and (self.is_drafter or self._decodes_plainly()):
-            allowed = link.lookahead
+            allowed = 1 if self._prefill_round else link.lookahead
         # The last token of the budget is always the target's own.
         return min(room - 1, allowed - ahead)
 
@@ -241,7 +251,7 @@ class Stage:
         self.cached = self.prompt_length + len(self.sequence) + accepted
         self.sequence += emitted
         count = self.counters
-        count.proposed += len(drafts)
+        count.proposed += accepted if ended else len(drafts)  # what lies past the end is nobody's
         count.accepted += accepted
         count.rejected += rejected
         count.emitted += len(emitted)
@@ -256,8 +266,9 @@ class Stage:
         if self.is_target:
             self.done = len(self.sequence) >= self.budget or emitted[-1] in self.eos
         if self.has_upstream:
-            # Blocking: after prefill both first tokens are simply there, and may differ.
-            if not (self.requesting and first):
+            # Blocking: after prefill both first tokens are simply there, and may differ; and in a
+            # chain only the target speaks.
+            if not (first if self.requesting else self.blocking and not self.is_target):
                 self._tell_upstream(turn=self.is_target or not self.synchronous)
             if self.is_target and self.synchronous:
                 self._has_turn = False
@@ -332,18 +343,20 @@ class Stage:
         while same < len(held) and held[same] == message.tokens[same]:
             same += 1
         first = message.start + same
-        known = self._known_down
-        self._length_down = end
+        known = self._booked_down
+        self._length_down = end if message.length is None else message.length
         if self.blocking and first == len(self.sequence) and not self._exhausted:
             end = first  # no difference as far as this stage goes
-        self._known_down = end
+        self._booked_down = end
+        self._known_down = min(end, self._length_down)
         if first < end:
             self._adopt(first, message.tokens[same:], known)
         else:
             self.counters.kept += max(0, end - known)
         if self.synchronous and message.turn:
             if self.has_upstream:
-                self._tell_upstream(turn=True)
+                decided = [*self.sequence[: message.start], *message.tokens]
+                self._tell_upstream(turn=True, decided=decided if self.blocking else None)
             else:
                 self._has_turn = True
         self._announced = False
@@ -365,15 +378,16 @@ class Stage:
         if cut:
             self._epoch_up += 1
             self._acknowledged = min(self._acknowledged, first)
-        if not self.requesting:
+        if not self.blocking:
             self._tell_upstream(turn=not self.synchronous)
 
-    def _tell_upstream(self, *, turn: bool) -> None:
+    def _tell_upstream(self, *, turn: bool, decided: list[int] | None = None) -> None:
+        """Say what this stage holds, or pass on what the target ``decided``, perhaps more."""
         start = min(self._acknowledged, len(self.sequence))
         self._sent_verdicts += 1
-        self._outbox_up.append(
-            Verdict(self._epoch_up, self._sent_verdicts, start, tuple(self.sequence[start:]), turn)
-        )
+        tokens = tuple((self.sequence if decided is None else decided)[start:])
+        length = None if decided is None else len(self.sequence)
+        self._outbox_up.append(Verdict(self._epoch_up, self._sent_verdicts, start, tokens, turn, length))
 
     def _offer(self, *, final: bool) -> None:
         self._sent_drafts += 1
@@ -399,5 +413,5 @@ class Stage:
     def close(self) -> Counters:
         """The counters, once the prompt has ended and every message has been received."""
         if not self.is_target:
-            self.counters.undecided = max(0, len(self.sequence) - self._known_down)
+            self.counters.undecided = max(0, len(self.sequence) - self._booked_down)
         return self.counters

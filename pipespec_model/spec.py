@@ -160,7 +160,9 @@ class PipelineSpec(Spec):
             raise ValueError(f"links must have one entry per neighbouring pair ({k - 1}), got {len(self.links)}")
         if len({stage.name for stage in self.stages}) != k:
             raise ValueError(f"stage names must differ, got {[stage.name for stage in self.stages]}")
-        if self.strategy == "speculative" and any(link.lookahead == 0 for link in self.links):
+        # The published chain does run with no drafts at all: its L = 1.
+        if (self.strategy == "speculative" and self.handshake == "overlapped"
+                and any(link.lookahead == 0 for link in self.links)):
             raise ValueError(
                 "lookahead must be >= 1 for strategy speculative, got 0: a synchronous drafter drafts "
                 "exactly lookahead tokens a round"

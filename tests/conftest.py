@@ -48,6 +48,15 @@ def chain(strategy: str, stages: Sequence[StageSpec], *, window: int = 4, lookah
                         links=(link,) * (len(stages) - 1))
 
 
+def booked_links(pipeline: PipelineSpec) -> range:
+    """Links of which every draft is in exactly one place: all, but of a published chain the last one
+    only.  There a draft that a middle stage refused stays until the target has spoken, and may be
+    verified again."""
+    last = len(pipeline.links)
+    published_chain = pipeline.strategy == "speculative" and pipeline.handshake == "blocking"
+    return range(last - 1 if published_chain else 0, last)
+
+
 # -- one prompt, all stages in this process -------------------------------------------------------
 
 

@@ -86,6 +86,12 @@ def test_a_scripted_stage_process_never_loads_torch(statement: str):
     assert not loads(statement) & {"torch", "transformers"}
 
 
+def test_the_published_study_never_loads_torch():
+    """No module of validate.published imports torch, transformers or the executor."""
+    names = [f"validate.published.{path.stem}" for path in files("validate") if path.parent.name == "published"]
+    assert not loads(f"import {', '.join(names)}") & {"torch", "transformers", "execute"}
+
+
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["simulate", "--help"]])
 def test_help_answers_without_torch(args: list[str]):
     """The console script prints its help and exits with 0 before torch is loaded."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import STRATEGIES, chain, drive, replays, rows_of, table
+from conftest import STRATEGIES, booked_links, chain, drive, replays, rows_of, table
 
 from execute.fleet import Fleet, new_trace
 from execute.prompts import Prompt
@@ -43,8 +43,8 @@ def test_answer_is_the_targets_row_and_every_draft_is_accounted_for(fleet: Fleet
             pipeline = chain(strategy, stages, window=4, lookahead=lookahead)
             record, steps = fleet.run_prompt(pipeline, PROMPT, max_new_tokens=30, agreement=agreement)
             assert record.tokens == ANSWER, patterns
-            for left, right in zip(record.counters, record.counters[1:], strict=False):
-                assert LinkFigures.of(left, right).conserved, (patterns, left, right)
+            for link in booked_links(pipeline):
+                assert LinkFigures.of(*record.counters[link : link + 2]).conserved, (patterns, link)
             assert sum(step.emitted for step in steps if step.stage == k - 1) == 30
 
 

@@ -8,7 +8,6 @@ random, there also with messages doubled, delivered late, or lost.
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import booked_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,8 +116,8 @@ class World:
             self.stages[i].settle()
             self.send(i)
         counters = [{name: getattr(stage.close(), name) for name in stage.counters.__slots__} for stage in self.stages]
-        for upper, lower in itertools.pairwise(counters):
-            assert LinkFigures.of(upper, lower).conserved
+        for link in booked_links(self.stages[0].pipeline):
+            assert LinkFigures.of(*counters[link : link + 2]).conserved
 
     def copy(self) -> World:
         return World(self.replay, [copy_stage(s) for s in self.stages], self.eos,

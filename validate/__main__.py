@@ -10,6 +10,11 @@ from typing import Annotated
 
 import typer
 
+if __name__ == "__main__" and sys.argv[1:2] == ["published"]:  # it never loads torch, which the imports below do
+    from validate.published.__main__ import main as published
+
+    published(sys.argv[2:])
+
 from execute.host import assign_cores, available_cores
 from execute.loading import DTYPES, end_of_sequence, load_tokenizer
 from execute.processes import processes_for

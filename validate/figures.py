@@ -21,7 +21,7 @@ STRATEGY_STYLE = {
 
 
 @contextmanager
-def _svg(name: str, width: float, height: float, **grid: Any) -> Iterator[tuple[Any, Any, io.StringIO]]:
+def svg(name: str, width: float, height: float, **grid: Any) -> Iterator[tuple[Any, Any, io.StringIO]]:
     # Text stays text (selectable, small); the salt keeps ids of several pictures on a page apart.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "font.family": "sans-serif"}):
         figure, axes = plt.subplots(figsize=(width, height), squeeze=False, **grid)
@@ -40,7 +40,7 @@ def as_inline(out: io.StringIO) -> str:
 
 def scatter(rows: Sequence[dict[str, Any]]) -> str:
     """Predicted against measured throughput with 90% intervals, and lines at ±5%."""
-    with _svg("scatter", 5.2, 4.6) as (_, panels, out):
+    with svg("scatter", 5.2, 4.6) as (_, panels, out):
         axes = panels[0, 0]
         values = [row["measured_tokens_per_s"] for row in rows]
         values += [row["predicted_tokens_per_s"]["simulation"] for row in rows]
@@ -73,7 +73,7 @@ def _bars(value: float, interval: Sequence[float] | None) -> list[list[float]] |
 
 def throughput_bars(rows: Sequence[dict[str, Any]]) -> str:
     """Measured throughput of the real rows as bars, the prediction as a mark with its interval."""
-    with _svg("bars", 6.4, 0.9 + 0.52 * len(rows)) as (_, panels, out):
+    with svg("bars", 6.4, 0.9 + 0.52 * len(rows)) as (_, panels, out):
         axes = panels[0, 0]
         for place, row in enumerate(reversed(rows)):
             colour, _ = STRATEGY_STYLE[row["strategy"]]
@@ -105,7 +105,7 @@ def timelines(simulated: Trace, measured: Trace, *, num_tokens: int = 14) -> str
     """The first tokens of one prompt, simulated over measured, on one time axis."""
     pair = (simulated, measured)
     until = max(span_s(trace, trace.prompts[0].prompt, num_tokens) for trace in pair)
-    with _svg("timeline", 7.6, 4.0, nrows=2, ncols=1, sharex=True) as (figure, panels, out):
+    with svg("timeline", 7.6, 4.0, nrows=2, ncols=1, sharex=True) as (figure, panels, out):
         handles: dict[str, Any] = {}
         for axes, trace in zip(panels[:, 0], pair, strict=True):
             draw(axes, trace, prompt=trace.prompts[0].prompt, until_s=until)
