@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .spec import PipelineSpec
 from .trace import PromptRecord, StepRecord, Trace
 
 
@@ -83,6 +84,15 @@ class LinkFigures:
         """Nothing lost, nothing counted twice: every draft is in exactly one place."""
         places = (self.accepted, self.overtaken, self.rejected, self.unjudged, self.wasted, self.undecided)
         return self.drafted == sum(places) and min(places) >= 0
+
+
+def booked_links(pipeline: PipelineSpec) -> range:
+    """Links of which every draft is in exactly one place: all, but of a published chain the last one
+    only.  There a draft that a middle stage refused stays until the target has spoken, and may be
+    verified again."""
+    last = len(pipeline.links)
+    published_chain = pipeline.strategy == "speculative" and pipeline.handshake == "blocking"
+    return range(last - 1 if published_chain else 0, last)
 
 
 def link_figures(trace: Trace, link: int) -> LinkFigures:

@@ -98,7 +98,7 @@ def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict
             "link": f"{a.name}>{b.name}",
             "acceptance_rate": _mean([metrics.acceptance_rate(x) for x in total]),
             "accepted_fraction": _mean([metrics.accepted_fraction(x) for x in total]),
-            "wasted": _mean([metrics.ratio(x.wasted, x.drafted) for x in total])})
+            "wasted": _mean([metrics.ratio(x.wasted, x.drafted) for x in total if i in metrics.booked_links(spec)])})
     return {
         "pipeline": spec.label, "strategy": spec.strategy,
         "lookahead": [link.lookahead for link in spec.links], "replications": len(traces),

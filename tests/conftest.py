@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from execute.scripted import Script, ScriptedRunner
 from pipespec_model.agreement import Agreement
 from pipespec_model.latency import Constant
 from pipespec_model.messages import Step
-from pipespec_model.metrics import LinkFigures
+from pipespec_model.metrics import LinkFigures, booked_links
 from pipespec_model.protocol import Stage
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 
@@ -48,15 +48,6 @@ def chain(strategy: str, stages: Sequence[StageSpec], *, window: int = 4, lookah
                         links=(link,) * (len(stages) - 1))
 
 
-def booked_links(pipeline: PipelineSpec) -> range:
-    """Links of which every draft is in exactly one place: all, but of a published chain the last one
-    only.  There a draft that a middle stage refused stays until the target has spoken, and may be
-    verified again."""
-    last = len(pipeline.links)
-    published_chain = pipeline.strategy == "speculative" and pipeline.handshake == "blocking"
-    return range(last - 1 if published_chain else 0, last)
-
-
 # -- one prompt, all stages in this process -------------------------------------------------------
 
 
@@ -66,14 +57,15 @@ class Done:
 
     tokens: list[int]
     steps: list[list[tuple[Step, int]]]
-    counters: list[dict[str, int]] = field(default_factory=list)
+    counters: list[dict[str, int]]
+    pipeline: PipelineSpec
 
     def verifications(self, index: int = -1) -> list[tuple[int, int]]:
         """(drafts, accepted) of a stage's steps that verified something."""
         return [(len(step.drafts), accepted) for step, accepted in self.steps[index] if step.drafts]
 
     def links(self) -> list[LinkFigures]:
-        return [LinkFigures.of(a, b) for a, b in zip(self.counters, self.counters[1:], strict=False)]
+        return [LinkFigures.of(*self.counters[i : i + 2]) for i in booked_links(self.pipeline)]
 
 
 def drive(pipeline: PipelineSpec, runners: Sequence[Any], prompt: Sequence[int], budget: int, *,
@@ -87,7 +79,7 @@ def drive(pipeline: PipelineSpec, runners: Sequence[Any], prompt: Sequence[int],
     k = len(runners)
     stages = [Stage(pipeline, i, len(prompt), budget, frozenset(eos), tuple(prompt)) for i in range(k)]
     inbox: list[deque[Any]] = [deque() for _ in stages]
-    done = Done([], [[] for _ in stages])
+    done = Done([], [[] for _ in stages], [], pipeline)
 
     def deliver(i: int) -> None:
         while inbox[i]:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import STRATEGIES, booked_links, chain, drive, replays, rows_of, table
+from conftest import STRATEGIES, chain, drive, replays, rows_of, table
 
 from execute.fleet import Fleet, new_trace
 from execute.prompts import Prompt
 from execute.scripted import Script
 from pipespec_model.errors import InputError
 from pipespec_model.latency import Constant
-from pipespec_model.metrics import LinkFigures, link_figures
+from pipespec_model.metrics import LinkFigures, booked_links, link_figures
 from pipespec_model.trace import load_trace, save_trace
 
 ANSWER = list(range(100, 130))

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import booked_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_model.agreement import Agreement, Replay
 from pipespec_model.messages import Counters, Drafts, Step, Verdict
-from pipespec_model.metrics import LinkFigures
+from pipespec_model.metrics import LinkFigures, booked_links
 from pipespec_model.protocol import Stage
 from pipespec_model.spec import PipelineSpec
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import booked_links
 
 from pipespec_model.acceptance import IID
 from pipespec_model.agreement import NO_PROPOSAL, Agreement, synthetic
 from pipespec_model.latency import Constant, Empirical
-from pipespec_model.metrics import LinkFigures
+from pipespec_model.metrics import LinkFigures, booked_links
 from pipespec_model.profile import Contention, Costs, Profile, StageLatency
 from pipespec_model.spec import PipelineSpec
 from simulate.engine import PromptRun
