@@ -105,7 +105,7 @@ def calibrate_command(
     json_: Annotated[bool, typer.Option("--json", help="print the profile as JSON")] = False,
 ) -> None:
     """Measure step times, contention, costs and agreement of a pipeline; write profile.json."""
-    spec, chosen, _ = _prepare(pipeline, load_prompts(prompts) if prompts else built_in("calibration")[::2])
+    spec, chosen, _ = _prepare(pipeline, load_prompts(prompts) if prompts else None)
     make_folder(out)
     alone = PipelineSpec.alone(spec.target)
     wanted = [alone] if spec == alone else [alone, spec]
@@ -154,8 +154,8 @@ def bench_command(
     specs = from_files(pipelines) if pipelines else contenders(
         model or BUILT_IN, dtype or "float32", threads=1 if threads is None else threads,
         lookahead=3 if lookahead is None else lookahead)
-    chosen = _spread(load_prompts(prompts) if prompts else built_in("evaluation"), limit)
     target = next(iter(specs.values())).target
+    chosen = _spread(load_prompts(prompts) if prompts else built_in("evaluation", model=target.model), limit)
     tokenizer = load_tokenizer(target.model)
     encoded = encode(chosen, tokenizer, end_of_sequence(target.model, tokenizer))
     if out is not None:
@@ -181,9 +181,12 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
-def _prepare(path: Path, prompts: list[Prompt]) -> tuple[PipelineSpec, list[Prompt], Any]:
+def _prepare(path: Path, prompts: list[Prompt] | None) -> tuple[PipelineSpec, list[Prompt], Any]:
+    """None: built-in prompts for a calibration."""
     spec = load_pipeline(path)
     assign_cores(spec, scripted=False)
+    if prompts is None:
+        prompts = built_in("calibration", model=spec.target.model)[::2]
     tokenizer = load_tokenizer(spec.target.model)
     return spec, encode(prompts, tokenizer, end_of_sequence(spec.target.model, tokenizer)), tokenizer
 

@@ -1,6 +1,6 @@
 """From a stage's description to a torch model and its tokenizer.
 
-A model is a Hugging Face id, a local folder, a GGUF file or the built-in name.  Models whose cache
+A model is a Hugging Face id, a local folder, a GGUF file or a built-in name.  Models whose cache
 cannot be rolled back (sliding window, recurrent, hybrid) are refused before the first token.
 """
 
@@ -29,7 +29,7 @@ from pipespec_model.spec import StageSpec
 
 from .host import available_cores
 from .prompts import eos_ids
-from .zoo import BUILT_IN, built_in_folder
+from .zoo import BUILT_IN, FAMILY, built_in_folder, family_folder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -50,6 +50,8 @@ def _quiet() -> Iterator[None]:
 
 def locate(model: str) -> str:
     """A name that transformers understands."""
+    if model in FAMILY:
+        return str(family_folder(model))
     return str(built_in_folder()) if model == BUILT_IN else model
 
 

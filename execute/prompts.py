@@ -1,4 +1,4 @@
-"""Prompts: the built-in set, text lines, Spec-Bench and HumanEval/GSM8K-like JSON Lines."""
+"""Prompts: the built-in sets, text lines, Spec-Bench and HumanEval/GSM8K-like JSON Lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipespec_model.errors import InputError
+
+from .zoo import BUILT_IN, FAMILY
 
 Half = Literal["calibration", "evaluation"]
 # Keys under which known data sets keep the text: ours, HumanEval, GSM8K.
@@ -28,9 +30,13 @@ class Prompt:
     eos: tuple[int, ...] = ()
 
 
-def built_in(half: Half | None = None) -> list[Prompt]:
-    """The 24 prompts of this project: six categories, the same mix in both halves."""
-    text = resources.files("execute").joinpath("prompts.jsonl").read_text(encoding="utf-8")
+def built_in(half: Half | None = None, *, model: str = BUILT_IN) -> list[Prompt]:
+    """The 24 prompts of this project: six categories, the same mix in both halves.
+
+    model : the target; the built-in family, which only continues text, has prompts of its own
+    """
+    file = "family/prompts.jsonl" if model in FAMILY else "prompts.jsonl"
+    text = resources.files("execute").joinpath(file).read_text(encoding="utf-8")
     prompts = [Prompt(**json.loads(line)) for line in text.splitlines()]
     return [prompt for prompt in prompts if half is None or prompt.half == half]
 

