@@ -70,13 +70,6 @@ class Contender:
         """One record a prompt, in the order of the prompts."""
         return metrics.mean_of_repeats(self.trace.prompts)
 
-    @property
-    def num_cores(self) -> int:
-        """Cores that its computing stages use: together, or in turn."""
-        stages = zip(self.asked.stages, self.trace.pipeline["stages"], strict=True)
-        return len({core for asked, made in stages for core in made["cores"] or ()
-                    if not asked.block and asked.device.startswith("cpu")})
-
 
 # -- what is compared -----------------------------------------------------------------------------
 

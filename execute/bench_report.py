@@ -51,7 +51,7 @@ def row(contender: Contender, base: Contender) -> dict[str, Any]:
         "lookahead": [link.lookahead for link in contender.asked.links],
         "handshake": None if contender.twin_of else contender.asked.handshake,
         "threads": [stage["threads"] for stage in stages], "devices": [stage["device"] for stage in stages],
-        "cores": contender.num_cores, "dtype": contender.asked.target.dtype,
+        "cores": contender.trace.num_cores, "dtype": contender.asked.target.dtype,
         "num_tokens": sum(len(p.tokens) for p in prompts),
         "tokens_per_s": metrics.tokens_per_s(prompts),
         "interval": metrics.bootstrap_interval(prompts, metrics.throughput, rng=rng),
@@ -118,7 +118,7 @@ def pairs(contenders: Sequence[Contender]) -> list[tuple[Contender, Contender]]:
 def told(contender: Contender) -> str:
     """Whose it is, what, and on how much: ``our pipelined {int8,full} γ=0 on 2 cores``."""
     owner = "transformers'" if contender.twin_of else "our"
-    cores = contender.num_cores
+    cores = contender.trace.num_cores
     where = f" on {cores} core{'s' if cores > 1 else ''}" if cores else ""
     return f"{owner} {contender.title}{where}"
 

@@ -30,7 +30,6 @@ from .scripted import Script, Wrong
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
-PROBE_S = 0.1
 
 
 class Fleet:
@@ -285,7 +284,7 @@ class Fleet:
         found: list[StepRecord] = []
         for group in [names] if pipeline.strategy == "pipelined" else [[name] for name in names]:
             for name in group:
-                self._send(name, "probe", PROBE_S)
+                self._send(name, "probe")
             for name in group:
                 steps = self._receive(name, "probed", timeout_s=600)[1]
                 found += [replace(step, prompt=number, stage=names.index(name)) for step in steps]

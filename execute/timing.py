@@ -15,6 +15,8 @@ from pipespec_model.trace import NO_PROMPT, StepRecord
 
 from .scripted import ScriptedRunner
 
+PROBE_S = (0.05, 0.1)  # least and most, for twenty steps
+
 
 def prime(runner: Any, prompt: list[int], text: list[int]) -> None:
     """Fill the cache with ``prompt`` and run one step that is not counted."""
@@ -52,18 +54,19 @@ def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list
     ]
 
 
-def probe(runner: Any, seconds: float) -> list[StepRecord]:
-    """Steps of one token on the prompt that the cache holds, for about ``seconds`` and at least one: how
-    fast the machine is for this stage now.  None where nothing computes."""
+def probe(runner: Any) -> list[StepRecord]:
+    """Steps of one token on the prompt that the cache holds, for about PROBE_S and at least one: how fast
+    the machine is for this stage now.  None where nothing computes."""
     if not uses_torch(runner):
         return []
-    stop_at = time.perf_counter() + seconds
+    begun = time.perf_counter()
     if not runner.prompt_length:
         prime(runner, [0] * 16, [0])
     # One more comes first: it fetches the weights that another stage's pushed out of the caches.
     measure(runner, [0] * runner.prompt_length, 1, [0])
     records: list[StepRecord] = []
-    while not records or time.perf_counter() < stop_at:
+    least, most = PROBE_S
+    while not records or (passed := time.perf_counter() - begun) < least or (passed < most and len(records) < 2 * 20):
         records += measure(runner, [0] * runner.prompt_length, 1, [0])
     return [replace(step, kind="probe") for step in records if step.kind == "measure"]
 

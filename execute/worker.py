@@ -143,8 +143,8 @@ class Worker:
                     break
         self.parent.send(("measured", records))
 
-    def on_probe(self, seconds: float) -> None:
-        self.parent.send(("probed", probe(self.runner, seconds)))
+    def on_probe(self) -> None:
+        self.parent.send(("probed", probe(self.runner)))
 
     def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
         if isinstance(self.runner, PromptLookup):

@@ -181,6 +181,12 @@ class PipelineSpec(Spec):
         """The field's notation, drafter first: ``{lookup,int8,full}``."""
         return "{" + ",".join(stage.name for stage in self.stages) + "}"
 
+    @property
+    def num_cores(self) -> int:
+        """Cores that its computing stages use, together or in turn, once they have their places."""
+        return len({core for stage in self.stages if not stage.block and stage.device.startswith("cpu")
+                    for core in stage.cores or ()})
+
     def with_lookaheads(self, lookaheads: Sequence[int]) -> PipelineSpec:
         links = zip(self.links, lookaheads, strict=True)
         return self.model_copy(update={"links": tuple(

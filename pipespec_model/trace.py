@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InputError
+from .spec import PipelineSpec
 
 TRACE_VERSION = 1
 Origin = Literal["measured", "simulated", "emulated", "imported"]
@@ -90,6 +91,12 @@ class Trace:
     def __post_init__(self) -> None:
         if self.origin not in ORIGINS:
             raise InputError("trace.origin", f"must be one of {', '.join(ORIGINS)}", self.origin)
+
+    @property
+    def num_cores(self) -> int:
+        """Cores that its computing stages used, together or in turn; emulated stages have one each."""
+        spec = PipelineSpec.from_dict(self.pipeline)
+        return len(spec.stages) if self.origin == "emulated" else spec.num_cores
 
     def header(self) -> dict[str, Any]:
         return {"type": "header", "version": TRACE_VERSION, "origin": self.origin, "pipeline": self.pipeline,

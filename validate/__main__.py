@@ -19,7 +19,7 @@ from execute.host import assign_cores, available_cores
 from execute.loading import DTYPES, end_of_sequence, load_tokenizer
 from execute.processes import processes_for
 from execute.prompts import Prompt, built_in, encode, load_prompts
-from execute.zoo import BUILT_IN
+from execute.zoo import BUILT_IN, FAMILY, built_in_folder
 from pipespec_model.cli import print_json, progress_bar, run
 from pipespec_model.errors import InputError
 from pipespec_model.spec import PipelineSpec, load_pipeline
@@ -29,7 +29,7 @@ from simulate.run import simulate
 from .compare import replay_set
 from .page import write_page
 from .report import write_report
-from .rows import Row, real_rows
+from .rows import Row, family_rows, real_rows
 from .run import Group, Settings, emulated_group, finish, free_space, open_folder, run_group, weight
 
 app = typer.Typer(add_completion=False)
@@ -41,31 +41,25 @@ def validate(
     prompts: Annotated[Path | None, typer.Option(help="text, or JSON Lines of Spec-Bench, HumanEval, GSM8K")] = None,
     out: Annotated[Path, typer.Option(help="output folder; an interrupted run goes on there")] = Path("pipespec-out"),
     model: Annotated[str | None, typer.Option(help="Hugging Face id, folder, GGUF file or built-in name")] = None,
+    family: Annotated[str | None, typer.Option(help="tiny: three small models that need no network")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
-    full: Annotated[bool, typer.Option("--full", help="all prompts and 64 tokens: up to 15 minutes")] = False,
+    full: Annotated[bool, typer.Option("--full", help="all rows, prompts and 64 tokens: 40 minutes")] = False,
     tolerance: Annotated[float | None, typer.Option(help="exit 1 if the mean timing error is above this, in %")] = None,
     page: Annotated[Path | None, typer.Option(help="also write the table as a Markdown page there")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the report as one JSON document on stdout")] = False,
 ) -> int:
     """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
     begun = time.monotonic()
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError("--dtype", f"must be one of {', '.join(DTYPES)}", dtype)
-    if pipeline and (model or dtype):
-        raise InputError("--model and --dtype", "must not be given with a pipeline file", mend="write them in the file")
-    spec = load_pipeline(pipeline) if pipeline else None
-    rows = custom_rows(spec) if spec else real_rows(
-        model or BUILT_IN, dtype or "float32", len(available_cores()), extra=full)
-    for row in rows:
-        assign_cores(row.pipeline, scripted=False)
-    chosen = load_prompts(prompts) if prompts else built_in()
-    calibration, evaluation = halves(chosen)
-    # A short run times one prompt of each category; the forecast rests on all of the calibration half.
-    few = not full and prompts is None
-    rounds = len({prompt.category for prompt in calibration}) if few else len(calibration)
-    evaluation = first_of_each_category(evaluation) if few else evaluation
+    rows = chosen_rows(pipeline, model, family, dtype, full=full)
     target = rows[0].pipeline.target
-    tokens = 64 if full else 24
+    tiny = target.model in FAMILY
+    chosen = load_prompts(prompts) if prompts else built_in(model=target.model)
+    calibration, evaluation = halves(chosen)
+    # A short run times few prompts; the forecast rests on all of the calibration half.
+    few = not full and prompts is None
+    rounds = (4 if tiny else 6) if few else len(calibration)
+    evaluation = first_of_each_category(evaluation) if few else evaluation
+    tokens = 64 if full else 48 if tiny else 24
     settings = Settings(
         model=target.model, dtype=target.dtype, max_new_tokens=tokens, repeats=2, full=full,
         emulated_prompts=12 if full else 6, emulated_tokens=48 if full else 24,
@@ -78,7 +72,7 @@ def validate(
     eos = end_of_sequence(target.model, tokenizer)
     groups = [Group(rows, processes_for({row.name: row.pipeline for row in rows}), encode(calibration, tokenizer, eos),
                     encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full)]
-    if spec is None:
+    if pipeline is None and (full or not tiny):
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens, full=full))
     bar, advance = progress_bar(sum(weight(group) for group in groups))
     with bar:
@@ -95,6 +89,40 @@ def validate(
         summary(data, out)
     error = data["timing_mape_percent"].get("measured")
     return 1 if tolerance is not None and error is not None and error > tolerance else 0
+
+
+def chosen_rows(pipeline: Path | None, model: str | None, family: str | None, dtype: str | None, *,
+                full: bool) -> list[Row]:
+    """What the options ask for.  Without any, the built-in language model's rows, or the tiny family's where
+    that model cannot be fetched."""
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError("--dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    if pipeline and (model or dtype):
+        raise InputError("--model and --dtype", "must not be given with a pipeline file", mend="write them in the file")
+    if family not in (None, "tiny"):
+        raise InputError("--family", "must be tiny", family)
+    if family and (pipeline or model):
+        raise InputError("--family", "must not be given with a pipeline file or --model")
+    num_cores = len(available_cores())
+    if pipeline:
+        rows = custom_rows(load_pipeline(pipeline))
+    elif family or not (model or built_in_there()):
+        rows = family_rows(dtype or "float32", num_cores, extra=full)
+    else:
+        rows = real_rows(model or BUILT_IN, dtype or "float32", num_cores, extra=full)
+    for row in rows:
+        assign_cores(row.pipeline, scripted=False)
+    return rows
+
+
+def built_in_there() -> bool:
+    """Whether the built-in language model is here or can be fetched; says so where not."""
+    try:
+        built_in_folder()
+    except InputError as error:
+        print(f"{error}\nGoing on with the tiny family instead, as with --family tiny.", file=sys.stderr)
+        return False
+    return True
 
 
 def custom_rows(spec: PipelineSpec) -> list[Row]:

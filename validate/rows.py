@@ -1,8 +1,8 @@
 """The rows of a validation: which pipelines are predicted and measured.
 
-Real rows are built from one model: the target, its int8 copy and prompt lookup.  Emulated rows are
-real processes whose stages replay tokens and hold for a step time, so that deep pipelines run on two
-cores.
+Real rows are built from one model: the target, its int8 copy and prompt lookup; or from the built-in
+family of three sizes.  Emulated rows are real processes whose stages replay tokens and hold for a
+step time, so that deep pipelines run on two cores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from execute.built_in import INT8_WINDOW, LOOKUP_WINDOW, chain, pipeline, stages
 from execute.host import available_cores
 from execute.scripted import Script
+from execute.zoo import FAMILY
 from pipespec_model.acceptance import IID
 from pipespec_model.agreement import Agreement, synthetic
 from pipespec_model.latency import Constant
@@ -27,12 +28,6 @@ class Row:
     pipeline: PipelineSpec
     note: str = ""
     extra: bool = False
-
-    @property
-    def num_cores(self) -> int:
-        """Cores that its computing stages use: together, or in turn."""
-        threads = [stage.threads for stage in self.pipeline.stages if not stage.block]
-        return sum(threads) if self.pipeline.strategy == "pipelined" else max(threads)
 
 
 def real_rows(model: str, dtype: str, num_cores: int, *, extra: bool = False) -> list[Row]:
@@ -88,6 +83,37 @@ def blocking(row: Row) -> Row:
     """The same with the published handshake."""
     pipeline = row.pipeline.model_copy(update={"handshake": "blocking"})
     return replace(row, name=f"{row.name}-blocking", pipeline=pipeline)
+
+
+def family_rows(dtype: str, num_cores: int, *, extra: bool = False) -> list[Row]:
+    """The rows of the built-in family of three trained models, which need no network.
+
+    On two cores the drafters of the three-stage pipeline share one.
+
+    extra : also a lookahead, and the published handshake
+    """
+    small, middle, large = (StageSpec(name=name, model=name, dtype=dtype) for name in FAMILY)
+    rows = [Row("autoregressive-1", PipelineSpec.alone(large), "the baseline"),
+            Row("speculative-m", chain((middle, large), 3)), Row("speculative-s", chain((small, large), 3)),
+            Row("speculative-s-m", chain((small, middle, large), 3), "three stages in turn")]
+    if num_cores < 2:
+        return rows
+    three: tuple[StageSpec, ...] = (small, middle, large)
+    note = "three stages"
+    if num_cores < len(three):
+        cores, note = available_cores(), "three stages, the drafters on one core"
+        three = tuple(stage.model_copy(update={"device": f"cpu:{core}"})
+                      for stage, core in zip(three, (cores[1], cores[1], cores[0]), strict=True))
+    link = LinkSpec(max_window=4)
+    pipelined = [
+        Row("pipelined-m-0", pipeline((middle, large), link), "the target never waits"),
+        Row("pipelined-s-0", pipeline((small, large), link)),
+        Row("pipelined-s-m", pipeline(three, link, link), note),
+    ]
+    if not extra:
+        return rows + pipelined
+    waiting = Row("pipelined-m-1", pipeline((middle, large), link.model_copy(update={"lookahead": 1})), extra=True)
+    return rows + pipelined + [waiting, *(replace(blocking(row), extra=True) for row in pipelined)]
 
 
 # Step times of the emulated stages in seconds, drafter first: the published 1B, 8B and 70B models'
