@@ -274,15 +274,15 @@ class Fleet:
                 for name in widths}
 
     def probe(self, pipeline: PipelineSpec, number: int) -> list[StepRecord]:
-        """The machine's speed now: steps of one token by each stage of ``pipeline``, at once if they run at
-        once, else one stage after the other.
+        """The machine's speed now: steps of one token by each stage of ``pipeline``, at once
+        (``PipelineSpec.probed_at_once``) or one stage after the other.
 
         number : of the prompt that they are taken beside
         """
-        self.configure(pipeline)
+        at_once = self.configure(pipeline).probed_at_once
         names = [stage.name for stage in pipeline.stages]
         found: list[StepRecord] = []
-        for group in [names] if pipeline.strategy == "pipelined" else [[name] for name in names]:
+        for group in [names] if at_once else [[name] for name in names]:
             for name in group:
                 self._send(name, "probe")
             for name in group:

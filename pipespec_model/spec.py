@@ -187,6 +187,13 @@ class PipelineSpec(Spec):
         return len({core for stage in self.stages if not stage.block and stage.device.startswith("cpu")
                     for core in stage.cores or ()})
 
+    @property
+    def probed_at_once(self) -> bool:
+        """Whether its stages are probed (trace.Trace.probes) while the others are: as they run, but not where
+        two share a core, which a probe would hardly show how they share."""
+        held = [core for stage in self.stages if not stage.block for core in stage.cores or ()]
+        return self.strategy == "pipelined" and len(held) == len(set(held))
+
     def with_lookaheads(self, lookaheads: Sequence[int]) -> PipelineSpec:
         links = zip(self.links, lookaheads, strict=True)
         return self.model_copy(update={"links": tuple(

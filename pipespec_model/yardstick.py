@@ -18,12 +18,12 @@ from .trace import Trace
 def probed_slowness(trace: Trace, profile: Profile) -> dict[tuple[int, int], float]:
     """By prompt and stage, how many times slower than in ``profile`` the steps beside the prompt were.
 
-    Stages of a pipeline are probed at once, as they run, so the profile's contention is taken out.
+    Of stages that were probed at once the profile's contention is taken out.
     """
     spec = PipelineSpec.from_dict(trace.pipeline)
     keys = [profile.rate_key(stage) for stage in spec.stages]
     rates = dict.fromkeys(keys, 1.0)
-    if spec.strategy == "pipelined":
+    if spec.probed_at_once:
         rates |= profile.rates(frozenset(key for key, stage in zip(keys, spec.stages, strict=True) if not stage.block))
     ratios: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in trace.probes:

@@ -34,12 +34,18 @@ def run_command(
     num_tokens: Annotated[int, typer.Option(min=1, help="tokens a synthetic prompt")] = 256,
     replications: Annotated[int, typer.Option(min=1)] = 5,
     seed: Annotated[int, typer.Option()] = 0,
+    engine: Annotated[str, typer.Option(help="events, or analytic: a formula, in milliseconds")] = "events",
     out: Annotated[Path | None, typer.Option(help="folder for trace, profile source and resolved pipeline")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Throughput, speed-up, acceptance and use of each stage, with 90% intervals over replications."""
+    if engine not in ("events", "analytic"):
+        raise InputError("--engine", "must be events or analytic", engine)
     known = load_profile(profile)
     spec = chosen(load_pipeline(pipeline), known)
+    if engine == "analytic":
+        _answer(analytic(spec, known, num_tokens), json_)
+        return
     traces, plain = [], []
     for number in range(seed, seed + replications):
         prompts = _prompts(spec, known, num_prompts=num_prompts, num_tokens=num_tokens, seed=number)
@@ -56,6 +62,28 @@ def run_command(
         print_json(result)
     else:
         _show(result)
+
+
+def analytic(spec: PipelineSpec, profile: Profile, num_tokens: int) -> dict[str, Any]:
+    """The formula's figures, without prefill; step times are taken in the middle of a prompt's tokens."""
+    from pipespec_model.predict import predict  # compiles
+
+    prompts = recorded(profile, spec)
+    middles = [a.prompt_length + a.num_tokens / 2 for a in prompts] or [num_tokens / 2]
+    context = int(np.mean(middles))
+    said, alone = (predict(item, profile, context=context) for item in (spec, PipelineSpec.alone(spec.target)))
+    return {"pipeline": spec.label, "strategy": spec.strategy, "lookahead": [link.lookahead for link in spec.links],
+            "model": said.model, "tokens_per_s": said.tokens_per_s, "speedup": said.tokens_per_s / alone.tokens_per_s,
+            "mean_acceptance_length": said.mean_acceptance_length}
+
+
+def _answer(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(result)
+        return
+    print(f"{result['strategy']} {result['pipeline']}, {result['model']}: {result['tokens_per_s']:.1f} tokens per "
+          f"second, {result['speedup']:.2f}× autoregressive, "
+          f"{result['mean_acceptance_length']:.2f} tokens a target step")
 
 
 def chosen(spec: PipelineSpec, profile: Profile) -> PipelineSpec:

@@ -237,10 +237,13 @@ def test_a_chain_is_held_against_the_probes_beside_it():
 
 
 def test_probes_of_a_pipeline_are_taken_at_once():
-    """Stages that slow each other to half are probed at half their speed: that is contention, not a slow machine."""
+    """Stages that slow each other to half are probed at half their speed: that is contention, not a slow machine.
+    Stages of a chain, or on one core, are probed one after the other."""
     profile = constants(contention=(Contention(dict.fromkeys(KEYS, 0.5)),))
     spec = PipelineSpec.from_dict({"stages": STAGES})
     trace = probed(Trace("measured", spec.to_dict()), {(0, 0): 2.0, (0, 1): 3.0})
     assert probed_slowness(trace, profile) == pytest.approx({(0, 0): 1.0, (0, 1): 1.5})
-    in_turn = probed(Trace("measured", CHAIN.to_dict()), {(0, 0): 2.0})
-    assert probed_slowness(in_turn, profile) == pytest.approx({(0, 0): 2.0})
+    shared = spec.model_copy(update={"stages": tuple(s.model_copy(update={"cores": (0,)}) for s in spec.stages)})
+    for other in (CHAIN, shared):
+        in_turn = probed(Trace("measured", other.to_dict()), {(0, 0): 2.0})
+        assert probed_slowness(in_turn, profile) == pytest.approx({(0, 0): 2.0})

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from pipespec_model import closed_form, metrics
+from pipespec_model import predict as analytic
 from pipespec_model.acceptance import IID, Markov
 from pipespec_model.agreement import Agreement
+from pipespec_model.errors import InputError
 from pipespec_model.metrics import mean_of_repeats
 from pipespec_model.profile import Profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
@@ -51,8 +53,25 @@ def predict(row: Row, profile: Profile, *, num_prompts: int, repeats: int) -> Pr
     """Predict a row from the calibration prompts alone."""
     trace = simulate(row.pipeline, profile, recorded(profile, row.pipeline) * REPLICAS)
     said = forecast(trace, profile, num_prompts=num_prompts, repeats=repeats)
-    return Prediction({"closed_form": closed_form_tokens_per_s(row.pipeline, profile), "renewal": None,
-                       "simulation": said.tokens_per_s}, said.interval, said.mean_acceptance_length)
+    by_model = {"closed_form": closed_form_tokens_per_s(row.pipeline, profile),
+                "renewal": renewal_tokens_per_s(row.pipeline, profile), "simulation": said.tokens_per_s}
+    return Prediction(by_model, said.interval, said.mean_acceptance_length)
+
+
+def renewal_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float | None:
+    """The exact formulas of two stages, with the calibration prompts' mean prefill before them; None outside
+    their range."""
+    prompts = float(np.mean([a.prompt_length for a in profile.agreement]))
+    tokens = float(np.mean([a.num_tokens for a in profile.agreement]))
+    try:
+        said = analytic.predict(pipeline, profile, context=int(prompts + tokens / 2))
+    except InputError:
+        return None
+    target = pipeline.target
+    latency = profile.stage_latency(target)
+    first_s = (latency.prefill or latency.step).mean_s(round(prompts), 0) * profile.slowness_at(target, None)
+    first_s += profile.stage_costs(target, pipeline.strategy).start_s
+    return tokens / (first_s + (tokens - 1) / said.tokens_per_s)
 
 
 def closed_form_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float | None:

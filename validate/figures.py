@@ -85,7 +85,8 @@ def throughput_bars(rows: Sequence[dict[str, Any]]) -> str:
                           label="predicted before the run, 90% interval" if place == 0 else None)
         axes.set_yticks(range(len(rows)), [describe(row) for row in reversed(rows)])
         axes.set_xlabel("tokens per second")
-        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=2)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
         axes.spines[["top", "right"]].set_visible(False)
     return as_inline(out)
 

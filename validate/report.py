@@ -52,13 +52,14 @@ def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*CSV_COLUMNS, "predicted_tokens_per_s", "predicted_low", "predicted_high",
-                         "measured_low", "measured_high", "error_percent", "closed_form_error_percent"])
+                         "measured_low", "measured_high", "error_percent", "renewal_error_percent",
+                         "closed_form_error_percent"])
         for row in rows:
             flat = [_cell(row[name]) for name in CSV_COLUMNS]
             writer.writerow([
                 *flat, row["predicted_tokens_per_s"]["simulation"], *(row["predicted_interval"] or ("", "")),
                 *(row["measured_interval"] or ("", "")), row["error_percent"]["simulation"],
-                _cell(row["error_percent"]["closed_form"])])
+                *(_cell(row["error_percent"][name]) for name in ("renewal", "closed_form"))])
 
 
 def _cell(value: Any) -> Any:
