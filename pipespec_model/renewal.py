@@ -110,7 +110,8 @@ def two_stages(*, draft_s: float, verify_s: NDArray[np.float64], acceptance: Acc
         tokens_per_s=tokens / ns * NS, mean_acceptance_length=float(tokens / steps),
         emitted=emitted / steps, waiting_drafts=waiting / steps,
         starved_probability=float(1 - waiting[-1] / steps),
-        busy=(drafter_ns / ns, target_ns / ns), wasted=max(0.0, float(1 - (tokens - steps) / drafts)) if drafts else 0.0,
+        busy=(drafter_ns / ns, target_ns / ns),
+        wasted=max(0.0, float(1 - (tokens - steps) / drafts)) if drafts else 0.0,
         seconds_sd=float(np.sqrt(max(square, 0.0) / tokens)) / NS)
 
 
