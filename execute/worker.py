@@ -10,13 +10,14 @@ pipes that block without spinning and notice a dead peer.
 from __future__ import annotations
 
 import os
+import pickle
+import selectors
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -85,6 +86,7 @@ class Worker:
     peers: dict[str, Connection]
     runner: Any
     place: Placement | None = None
+    inputs: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)  # made once a pipeline
     job: Job | None = None
     closing: bool = False
     steps: list[StepRecord] = field(default_factory=list)
@@ -106,6 +108,11 @@ class Worker:
             up=self.peers[stages[index - 1].name] if index > 0 else None,
             down=self.peers[stages[index + 1].name] if index + 1 < len(stages) else None,
         )
+        self.inputs.close()
+        self.inputs = selectors.DefaultSelector()
+        for source in (self.parent, self.place.up, self.place.down):
+            if source is not None:
+                self.inputs.register(source, selectors.EVENT_READ)
         threads = set_threads(stages[index].threads, cores, torch_loaded=uses_torch(self.runner))
         self.parent.send(("configured", threads))
 
@@ -171,7 +178,7 @@ class Worker:
             if self.closing:
                 return
             if step is None:
-                connection.wait(self._connections())
+                self.inputs.select()
                 continue
             self._run_step(stage, step)
             if self.job.stream and stage.is_target and len(stage.sequence) > told:
@@ -202,16 +209,12 @@ class Worker:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _connections(self) -> list[Connection]:
-        assert self.place is not None
-        return [c for c in (self.parent, self.place.up, self.place.down) if c is not None]
-
     def _drain(self, stage: Stage) -> None:
-        for source in self._connections():
-            while source.poll(0):
-                self._take(source, stage)
+        while ready := self.inputs.select(0):
+            for key, _ in ready:
+                self._take(key.fileobj, stage)
 
-    def _take(self, source: Connection, stage: Stage) -> None:
+    def _take(self, source: Any, stage: Stage) -> None:
         assert self.job is not None
         message = source.recv()
         if source is self.parent:
@@ -229,10 +232,10 @@ class Worker:
         up, down = stage.take_outbox()
         for verdict in up:
             assert self.place.up is not None
-            self.place.up.send((self.job.run, verdict))
+            self.place.up.send_bytes(pickle.dumps((self.job.run, verdict)))
         if down is not None:
             assert self.place.down is not None
-            self.place.down.send((self.job.run, down))
+            self.place.down.send_bytes(pickle.dumps((self.job.run, down)))
 
 
 def begin(runner: Any, job: Job, place: Placement) -> None:
