@@ -154,8 +154,9 @@ def test_stages_end_with_their_parent(tmp_path: Path) -> None:
 def test_interrupt_ends_with_130(tiny, tmp_path: Path, moment: str) -> None:
     """Ctrl-C, which reaches the whole process group, gives status 130, one line and no traceback."""
     command = [sys.executable, "-m", "pipespec_model", *write_tiny_run(tiny, tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True) as run:
+    # A shell's background job ignores Ctrl-C, and its children inherit that.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as run:
         while not run.stderr.readline().startswith(moment):
             assert run.poll() is None
         time.sleep(0.1)
