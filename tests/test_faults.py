@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -150,13 +151,20 @@ def test_stages_end_with_their_parent(tmp_path: Path) -> None:
         assert all_gone(pids, NOTICED_S)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children can be interrupted: a shell's background job ignores Ctrl-C, and its children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("moment", ["starting", "calibration round"])
-def test_interrupt_ends_with_130(tiny, tmp_path: Path, moment: str) -> None:
+def test_interrupt_ends_with_130(tiny, tmp_path: Path, interruptible: None, moment: str) -> None:
     """Ctrl-C, which reaches the whole process group, gives status 130, one line and no traceback."""
     command = [sys.executable, "-m", "pipespec_model", *write_tiny_run(tiny, tmp_path)]
-    # A shell's background job ignores Ctrl-C, and its children inherit that.
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as run:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as run:
         while not run.stderr.readline().startswith(moment):
             assert run.poll() is None
         time.sleep(0.1)
