@@ -62,6 +62,15 @@ class Renewal:
     wasted: float
     seconds_sd: float
 
+    def seconds(self, num_tokens: int) -> float:
+        """Mean time to emit ``num_tokens``, the whole step in which the last of them comes included.
+
+        That step emits more than is asked for by the mean excess of a renewal process (Ross 1996, 3.4).
+        """
+        sizes = np.arange(1, len(self.emitted) + 1)
+        excess = float((sizes**2 @ self.emitted / (sizes @ self.emitted) - 1) / 2)
+        return (num_tokens + excess) / self.tokens_per_s
+
 
 def survival_rates(model: AcceptanceModel) -> NDArray[np.float64]:
     """Probability of an agreement after 0, 1, 2, … agreements in a row; the last one repeats.

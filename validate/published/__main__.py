@@ -13,7 +13,7 @@ from pipespec_model.cli import make_folder, print_json, progress_bar, run
 from .figures import predicted_rows
 from .files import read_folder
 from .predict import Study
-from .report import headline, short, write_report
+from .report import MODELS, headline, short, write_report
 
 app = typer.Typer(add_completion=False)
 
@@ -56,13 +56,13 @@ def summary(data: dict, out: Path) -> None:
 
     table = Table()
     table.add_column("run")
-    for name in ("measured ms/token", "predicted", "difference", "own drafter", "Markov", "i.i.d.", "closed form"):
+    for name in ("measured ms/token", "predicted", "difference", "own drafter", *MODELS.values()):
         table.add_column(name, justify="right")
     for row in predicted_rows(data["rows"]):
         errors = row["error_percent_by_model"]
         table.add_row(short(row), f"{row['measured_ms_per_token']:.2f}", f"{row['predicted_ms_per_token']:.2f}",
                       signed(row["error_percent"]), signed(row["error_percent_own_drafter"]),
-                      *(signed(errors[name]) for name in ("markov", "iid", "closed_form")))
+                      *(signed(errors[name]) for name in MODELS))
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(table)
     for sentence in headline(data):

@@ -16,6 +16,7 @@ MODEL_STYLE = {  # label, colour, line; the measurement is drawn over them
     "replay": ("replay of the recovered bits", "#0072B2", "-"),
     "markov": ("Markov acceptance", "#009E73", "--"),
     "iid": ("i.i.d. acceptance", "#E69F00", "-."),
+    "renewal": ("renewal formula", "#56B4E9", (0, (5, 1))),
     "closed_form": ("the paper's closed form", "#CC79A7", ":"),
 }
 MOST_PANELS = 12
@@ -82,7 +83,7 @@ def against_lookahead(rows: Sequence[dict[str, Any]]) -> str | None:
             x = [row["inferred_lookahead"] for row in found]
             for name, (text, colour, line) in MODEL_STYLE.items():
                 y = [row["predicted_by_model"].get(name) or math.nan for row in found]
-                axes.plot(x, y, line, color=colour, linewidth=1.6, label=text)
+                axes.plot(x, y, linestyle=line, color=colour, linewidth=1.6, label=text)
             axes.plot(x, [row["measured_ms_per_token"] for row in found], "o", color="black", markersize=5,
                       label="measured")
             axes.set_title(f"{NAMES[strategy]} {models}", loc="left", fontsize=10)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from pipespec_model import closed_form
-from pipespec_model.acceptance import IID, Markov
+from pipespec_model.acceptance import IID, AcceptanceModel, Markov
 from pipespec_model.errors import InputError
+from pipespec_model.renewal import renewal
 from pipespec_model.spec import AUTO, PipelineSpec
 from simulate.choose import choose_lookaheads
 
@@ -163,8 +164,11 @@ class Study:
             one_s = target.mean_s(1, 0)
             draft_s = calibration.draft_s(file.stages[0], "synchronous step", file.target)
             tokens_per_s = closed_form.synchronous_tokens_per_s(alpha, window, draft_s / one_s, one_s)
+        renewal_ms = None
+        if file.strategy == "pipelined" and len(file.stages) == 2:
+            renewal_ms = renewal_ms_per_token(pipeline, calibration, Markov(*rates[-1][1:]), replayed.seconds())
         return {"replay": replayed.ms_per_token, "iid": run(pipeline, calibration, iid).ms_per_token,
-                "markov": run(pipeline, calibration, markov).ms_per_token,
+                "markov": run(pipeline, calibration, markov).ms_per_token, "renewal": renewal_ms,
                 "closed_form": 1e3 / tokens_per_s if tokens_per_s else None}
 
     def _speedup(self, file: PublishedFile, replayed: Replayed) -> dict[str, Any] | None:
@@ -222,7 +226,7 @@ class Study:
                   for kind in ("pipelined", "speculative")}
         own = [row["error_percent_own_drafter"] for row in judged if row["error_percent_own_drafter"] is not None]
         errors = [row["error_percent"] for row in judged]
-        models = ("replay", "markov", "iid", "closed_form")
+        models = ("replay", "markov", "iid", "renewal", "closed_form")
         return {
             "rows": self.rows, "mape_percent": mean_abs(errors), "worst_percent": worst(errors),
             "by_strategy": {kind: {"mape_percent": mean_abs(found), "worst_percent": worst(found)}
@@ -307,6 +311,19 @@ def _own_draft_s(file: PublishedFile, calibration: Calibration, replayed: Replay
     share = sum(step.rolled_back for step in steps) / max(len(steps), 1)
     profile = calibration.profile(file.pipeline(file.label), warm=True)
     return float(np.mean(recorded)) - share * profile.stage_costs(file.stages[0], file.strategy).rollback_s
+
+
+def renewal_ms_per_token(pipeline: PipelineSpec, calibration: Calibration, acceptance: AcceptanceModel,
+                         prompts: dict[int, tuple[float, int]]) -> float:
+    """By formula: prefill as in the replay, then the renewal model; ``prompts`` as ``Replayed.seconds``."""
+    cold, warm = (calibration.profile(pipeline, warm=warm) for warm in (False, True))
+    drafter, target = pipeline.stages
+    found = renewal(pipeline, replace(warm, acceptance={f"{drafter.name}>{target.name}": acceptance}))
+    start_s = [found.mean_s(1, 0) if found else 0.0 for found in
+               (profile.stage_latency(target).prefill for profile in (cold, warm))]
+    # Prefill emits the first token; the first prompt bears the warm-up.
+    seconds = sum(start_s[min(i, 1)] + found.seconds(tokens - 1) for i, (_, tokens) in enumerate(prompts.values()))
+    return 1e3 * seconds / sum(tokens for _, tokens in prompts.values())
 
 
 def _histogram(ends: dict[int, list[int]], dropped: int) -> list[int]:

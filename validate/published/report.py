@@ -21,7 +21,8 @@ CSV_COLUMNS = (
     "measured_verifications", "predicted_verifications", "measured_drafts", "predicted_drafts",
     "measured_joules_per_token", "predicted_joules_per_token", "used_for_calibration", "warnings",
 )
-MODELS = ("markov", "iid", "closed_form")
+MODELS = {"markov": "Markov", "iid": "i.i.d.", "renewal": "renewal", "closed_form": "closed form"}
+"""Weaker models and their columns' names."""
 
 
 def write_report(data: dict[str, Any], out: Path) -> None:
@@ -89,7 +90,8 @@ def headline(data: dict[str, Any]) -> list[str]:
             count = sum(row["strategy"] == kind and row["error_percent"] is not None for row in data["rows"])
             others = data["mape_percent_by_model"][kind]
             rest = ", ".join(f"{text} {others[key]:.1f}%" for key, text in (
-                ("markov", "Markov acceptance"), ("iid", "i.i.d. acceptance"), ("closed_form", "the closed form"))
+                ("markov", "Markov acceptance"), ("iid", "i.i.d. acceptance"),
+                ("renewal", "the renewal formula"), ("closed_form", "the closed form"))
                 if others[key] is not None)
             out.append(f"{count} {name} runs, time per token: off by {found['mape_percent']:.1f}% on average, "
                        f"{found['worst_percent']:.1f}% at worst; with the same step times, {rest}.")
