@@ -5,8 +5,8 @@ of each stage over the target's output tells every accept and reject of *any* su
 at any lookahead, with no random acceptance at all.
 
 Off the target's path (after a stage has diverged and before the rollback reaches it; it matters for
-three stages and more) nothing is recorded.  There a verifier agrees with its upstream at a named
-``neighbour_rate``, drawn by counter-based uniforms.
+three stages and more) nothing is recorded.  There a stage chooses what its upstream chooses at a named
+``neighbour_rate``, drawn by counter-based uniforms, whether it has seen that draft yet or not.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Replay:
     """Answers for a stage what its model would have answered: the engine's and the scripted
     backend's one source of tokens.
 
-    neighbour_rate : probability that a verifier off the target's path agrees with its upstream
+    neighbour_rate : probability that a stage off the target's path chooses what its upstream does
     """
 
     agreement: Agreement
@@ -171,6 +171,8 @@ class Replay:
         if on_path and position < len(self._target):
             return self._rows[stage][position]
         last = held[-1] if held else 0
-        if draft is not None and uniform(self.seed, self.prompt, stage, OFF_PATH, position, last) < self.neighbour_rate:
-            return draft
+        while stage and uniform(self.seed, self.prompt, stage, OFF_PATH, position, last) < self.neighbour_rate:
+            if draft is not None:
+                return draft
+            stage -= 1  # the draft that upstream has made of it, or will
         return made_up(self.seed, self.prompt, stage, position, last)

@@ -347,7 +347,8 @@ class Stage:
         self._length_down = end if message.length is None else message.length
         if self.blocking and first == len(self.sequence) and not self._exhausted:
             end = first  # no difference as far as this stage goes
-        self._booked_down = end
+        # A downstream that was itself rolled back may hold less than before, and agree: booked is booked.
+        self._booked_down = end if first < end else max(end, known)
         self._known_down = min(end, self._length_down)
         if first < end:
             self._adopt(first, message.tokens[same:], known)

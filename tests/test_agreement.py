@@ -92,6 +92,21 @@ def test_replay_leaves_the_record_at_the_first_difference():
     assert always.choices(1, [9], [7]) != [7]
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_off_the_path_a_choice_is_the_same_before_and_after_the_draft(rate: float):
+    """A stage agrees with its upstream at the neighbour rate also where it took a plain step or gave a bonus token
+    before that draft came, which is then compared."""
+    replay = Replay(agreement([1, 2], [1, 2], [1, 2]), neighbour_rate=rate)
+    agreed = []
+    for position in range(2, 1200):
+        held = [7] * position
+        (draft,), (first,) = replay.choices(0, held, []), replay.choices(1, held, [])
+        assert replay.choices(1, held, [draft])[0] == first
+        assert replay.choices(2, held, [first])[0] == replay.choices(2, held, [])[0]
+        agreed.append(first == draft)
+    assert np.mean(agreed) == pytest.approx(rate, abs=0.05)
+
+
 def test_replay_is_a_pure_function():
     """The same question gets the same answer in any order; another seed or prompt another one."""
     made = agreement([1, 9, 3, 4], [1, 2, 3, 4])
