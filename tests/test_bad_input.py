@@ -84,8 +84,9 @@ def test_pipeline_file(pipespec: Pipespec, made, command: list[str], text: str, 
     (["fly"], "command must be one of validate, execute, simulate, got 'fly'"),
 ])
 def test_command_line(pipespec: Pipespec, tmp_path: Path, monkeypatch, args: list[str], said: str) -> None:
-    """A fault in the arguments names the argument and the value."""
+    """A fault in the arguments names the argument and the value, before any model is fetched."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path / "empty"))
     assert said in pipespec(*args)
 
 

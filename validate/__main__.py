@@ -50,10 +50,12 @@ def validate(
 ) -> int:
     """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
     begun = time.monotonic()
+    # Read before a model is fetched: a fault in it is known in a moment.
+    given = load_prompts(prompts) if prompts else None
     rows = chosen_rows(pipeline, model, family, dtype, full=full)
     target = rows[0].pipeline.target
     tiny = target.model in FAMILY
-    chosen = load_prompts(prompts) if prompts else built_in(model=target.model)
+    chosen = given or built_in(model=target.model)
     calibration, evaluation = halves(chosen)
     # A short run times few prompts; the forecast rests on all of the calibration half.
     few = not full and prompts is None
