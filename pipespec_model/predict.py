@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .acceptance import AcceptanceModel
+from .decomposition import decomposed
 from .errors import InputError
 from .profile import Costs, Profile, pairs
 from .renewal import renewal, seconds_of, survival_rates
@@ -17,7 +18,8 @@ from .spec import PipelineSpec
 class Prediction:
     """Long-run throughput by formula.
 
-    model : ``autoregressive`` (exact), ``synchronous rounds`` (exact for constant times) or ``renewal``
+    model : ``autoregressive`` (exact), ``synchronous rounds`` and ``renewal`` (two stages, exact for constant
+        times) or ``decomposition`` (more stages, an approximation: docs/theory.md has its error map)
     """
 
     model: str
@@ -38,9 +40,13 @@ def predict(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) -> Pr
         step_s = seconds_of(pipeline, profile, target, 1, context)
         step_s += profile.stage_costs(target, pipeline.strategy).turnaround_s
         return Prediction("autoregressive", 1 / step_s, 1.0)
-    if len(pipeline.stages) != 2 or pipeline.stages[0].drafter != "model":
-        raise InputError(pipeline.label, "must be two stages with a model as drafter for a formula",
-                         mend="simulate it")
+    if any(stage.drafter != "model" for stage in pipeline.stages):
+        raise InputError(pipeline.label, "must be models only for a formula", mend="simulate it")
+    if len(pipeline.stages) > 2:
+        if pipeline.strategy != "pipelined":
+            raise InputError(pipeline.label, "must be two stages for the synchronous formula", mend="simulate it")
+        made = decomposed(pipeline, profile, context=context)
+        return Prediction("decomposition", made.tokens_per_s, made.mean_acceptance_length)
     if pipeline.strategy == "pipelined":
         found = renewal(pipeline, profile, context=context)
         return Prediction("renewal", found.tokens_per_s, found.mean_acceptance_length)

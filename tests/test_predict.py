@@ -59,9 +59,12 @@ def test_rounds_are_leviathans_where_he_speaks() -> None:
 
 
 @pytest.mark.parametrize(("data", "said"), [
-    ({"strategy": "pipelined", "stages": [{"name": "x", "model": "m"}, *STAGES], "links": [{}, {}]}, "two stages"),
+    ({"strategy": "speculative", "stages": [{"name": "x", "model": "m"}, *STAGES],
+      "links": [{"lookahead": 1}, {"lookahead": 1}]}, "two stages"),
+    ({"strategy": "pipelined", "handshake": "blocking", "stages": [{"name": "x", "model": "m"}, *STAGES],
+      "links": [{}, {}]}, "handshake"),
     ({"strategy": "pipelined", "stages": [{"name": "d", "model": "large", "drafter": "prompt-lookup"}, STAGES[1]],
-      "links": [{}]}, "two stages"),
+      "links": [{}]}, "models only"),
     ({"strategy": "speculative", "handshake": "blocking", "stages": STAGES, "links": [{"lookahead": 2}]}, "overlapped"),
     ({"strategy": "pipelined", "stages": STAGES, "links": [{"lookahead": "auto"}]}, "lookahead"),
 ])
