@@ -121,7 +121,8 @@ def rivals_mask(position: int, at: int, count: int, device: Any) -> Tensor:
 class LayeredDecoder(Decoder, Protocol):
     """A decoder whose layers can be run one by one on an InPlaceCache: what layer skipping needs."""
 
-    num_layers: int
+    @property
+    def num_layers(self) -> int: ...
 
     def embed(self, ids: Sequence[int], start: int) -> Tensor: ...
 

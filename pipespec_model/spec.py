@@ -246,6 +246,10 @@ class PipelineSpec(Spec):
         held = [core for stage in self.stages if not stage.block for core in stage.cores or ()]
         return self.strategy == "pipelined" and len(held) == len(set(held))
 
+    def reads_prompt(self, i: int) -> bool:
+        """Whether stage ``i`` reads the prompt itself; a layer-skipping drafter reads it for its model too."""
+        return not (i and self.stages[i - 1].clasp)
+
     def with_lookaheads(self, lookaheads: Sequence[int]) -> PipelineSpec:
         links = zip(self.links, lookaheads, strict=True)
         return self.model_copy(update={"links": tuple(

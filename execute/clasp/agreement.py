@@ -26,7 +26,7 @@ def own_choices(runner: ClaspRunner, prompt: Sequence[int], answer: Sequence[int
     text, first, due = [*prompt, *answer], len(prompt), 0
     runner.begin(prompt)
     logits = full.forward(prompt, 0, 1, cache)
-    committed, out = first, []
+    committed, out = first, list[int]()
     while len(out) < len(answer):
         held = len(out)
         if first + held - 1 > committed:

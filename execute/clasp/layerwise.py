@@ -50,6 +50,7 @@ class LayerwiseDecoder:
         parts = (self._embedding, self._layers, self._norm, self._head)
         if any(part is None for part in parts) or (self._rotary is None and self._positions is None):
             raise self._refused("its layers are not a list between an embedding and a head")
+        assert self._layers is not None
         self.num_layers = len(self._layers)
         self.linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         if not proven:
