@@ -111,11 +111,11 @@ class Rows:
     sin: Tensor
 
 
-def rivals_mask(position: int, at: int, count: int, device: Any) -> Tensor:
-    """``[count, at + count]``: each state sees the tokens before ``position`` and itself."""
-    columns = torch.arange(at + count, device=device)
-    own = torch.arange(at, at + count, device=device)[:, None]
-    return (columns < position) | (columns == own)
+def rivals_mask(positions: Sequence[int], at: int, device: Any) -> Tensor:
+    """``[count, at + count]``: each state sees the tokens before its position and itself."""
+    columns = torch.arange(at + len(positions), device=device)
+    own = torch.arange(at, at + len(positions), device=device)[:, None]
+    return (columns < torch.tensor(positions, device=device)[:, None]) | (columns == own)
 
 
 class LayeredDecoder(Decoder, Protocol):
@@ -128,7 +128,7 @@ class LayeredDecoder(Decoder, Protocol):
 
     def rows(self, start: int, width: int) -> Rows: ...
 
-    def rivals(self, position: int, at: int, count: int) -> Rows: ...
+    def rivals(self, positions: Sequence[int], at: int) -> Rows: ...
 
     def attention(self, index: int, x: Tensor, rows: Rows, cache: Any) -> Tensor: ...
 
@@ -250,12 +250,12 @@ class LlamaDecoder:
         mask = self._mask(width, start, group) if width > 1 else None
         return Rows(start, start + width, mask, *self._rotation(start, start + width))
 
-    def rivals(self, position: int, at: int, count: int) -> Rows:
-        """``count`` states for one and the same position, none of which sees another; their keys and values
-        lie in the cache from row ``at``."""
-        cos, sin = self._rotation(position, position + 1)
-        mask = rivals_mask(position, at, count, self._device).repeat(self._heads // self._kv_heads, 1)
-        return Rows(at, at + count, mask, cos.expand(count, -1, -1), sin.expand(count, -1, -1))
+    def rivals(self, positions: Sequence[int], at: int) -> Rows:
+        """States for these positions (one or several), each of which sees the tokens before it and itself; their
+        keys and values lie in the cache from row ``at``, beyond all of those."""
+        cos, sin = (all_[list(positions)] for all_ in self._rotation(0, max(positions) + 1))
+        mask = rivals_mask(positions, at, self._device).repeat(self._heads // self._kv_heads, 1)
+        return Rows(at, at + len(positions), mask, cos, sin)
 
     def attention(self, index: int, x: Tensor, rows: Rows, cache: InPlaceCache) -> Tensor:
         norm, qkv, project = self._layers[index][:3]

@@ -98,9 +98,8 @@ class LayerwiseDecoder:
         mask = torch.arange(start + width, device=self._device) <= positions[:, None] if width > 1 else None
         return self._at(positions, start, mask)
 
-    def rivals(self, position: int, at: int, count: int) -> Rows:
-        positions = torch.full((count,), position, device=self._device)
-        return self._at(positions, at, rivals_mask(position, at, count, self._device))
+    def rivals(self, positions: Sequence[int], at: int) -> Rows:
+        return self._at(torch.tensor(positions, device=self._device), at, rivals_mask(positions, at, self._device))
 
     def _at(self, positions: Tensor, start: int, mask: Tensor | None) -> Rows:
         nothing = torch.empty(0, device=self._device, dtype=self._dtype)

@@ -54,7 +54,7 @@ class Token:
         """Layer ``index`` on several states for this token at once, ``[count, hidden]``."""
         count = len(candidates)
         self.cache.make_room(self.scratch + count)
-        rows = self.decoder.rivals(self.position, self.scratch, count)
+        rows = self.decoder.rivals([self.position] * count, self.scratch)
         return self.decoder.layer(index, candidates, rows, self.cache)
 
 
