@@ -53,6 +53,15 @@ class FullRunner(TorchRunner):
         self.states: list[torch.Tensor] = []
         self.states_from = 0
         self.drafters: list[ClaspRunner] = []
+        self._int8: LayeredDecoder | None = None
+
+    def drafting(self, *, int8: bool) -> LayeredDecoder:
+        """What its drafters run: these weights, or one quantised copy of them for all."""
+        if not int8:
+            found: LayeredDecoder = self.prefill
+            return found
+        self._int8 = self._int8 or layered_int8(self.model)
+        return self._int8
 
     @torch.inference_mode()
     def logits(self, sequence: Sequence[int], step: Step) -> torch.Tensor:
@@ -80,7 +89,7 @@ class ClaspRunner:
     def __init__(self, stage: StageSpec, full: FullRunner) -> None:
         self.stage, self.full = stage, full
         self.context_limit, self.vocabulary = full.context_limit, full.vocabulary
-        self.draft: Any = layered_int8(full.model) if stage.quantize == "int8" else full.prefill
+        self.draft = full.drafting(int8=stage.quantize == "int8")
         self._first = uniform_skips(self.draft.num_layers, stage.num_skipped_layers, stage.kept_layers)
         self.skips: SkipSet = self._first
         self.cosine: float | None = None
