@@ -19,6 +19,7 @@ from . import bench_report
 from .bench import MIN_REPEATS, bench, from_files, num_runs
 from .built_in import contenders
 from .calibrate import calibrate
+from .clasp.command import study
 from .fleet import Fleet, new_trace
 from .host import assign_cores
 from .loading import end_of_sequence, load_tokenizer
@@ -171,6 +172,9 @@ def bench_command(
         print_json(data)
     else:
         bench_report.show(data, f"{target.model}, {target.dtype}, {len(encoded)} prompts × {max_new_tokens} tokens")
+
+
+app.command("clasp-study")(study)
 
 
 def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:

@@ -9,6 +9,7 @@ Python and dispatch of transformers' forward.  Both give the same logits up to r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 
 from .linear import PackedLinear, can_pack
 from .loading import int8_linear, int8_model
+from .skips import KEEP_ALL, SkipSet
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -62,14 +64,15 @@ class GenericDecoder:
         return out.logits[0]
 
 
-class LlamaCache:
+class InPlaceCache:
     """Keys and values of all layers, ``[layer, capacity, kv heads, head size]``, overwritten in place.
 
     ``get_seq_length`` and ``crop`` mean what they mean for transformers' caches.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = (config.num_hidden_layers, 0, config.num_key_value_heads, config.head_dim)
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """shape : layers, kv heads, head size"""
+        self._shape = (shape[0], 0, *shape[1:])
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.keys = torch.empty(self._shape, **self._options)
         self.values = torch.empty(self._shape, **self._options)
@@ -90,6 +93,77 @@ class LlamaCache:
             bigger = torch.empty(layers, capacity, heads, size, **self._options)
             bigger[:, : self.length] = getattr(self, name)[:, : self.length]
             setattr(self, name, bigger)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the tokens of one pass stand.
+
+    start, end : the rows of the cache that they write
+    mask : what each sees of the rows before ``end``, boolean; None = all of them
+    cos, sin : of their positions
+    """
+
+    start: int
+    end: int
+    mask: Tensor | None
+    cos: Tensor
+    sin: Tensor
+
+
+def rivals_mask(positions: Sequence[int], at: int, device: Any) -> Tensor:
+    """``[count, at + count]``: each state sees the tokens before its position and itself."""
+    columns = torch.arange(at + len(positions), device=device)
+    own = torch.arange(at, at + len(positions), device=device)[:, None]
+    return (columns < torch.tensor(positions, device=device)[:, None]) | (columns == own)
+
+
+class LayeredDecoder(Decoder, Protocol):
+    """A decoder whose layers can be run one by one on an InPlaceCache: what layer skipping needs."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def new_cache(self) -> InPlaceCache: ...
+
+    def forward(self, ids: Sequence[int], start: int, keep: int, cache: Any, *, skip: SkipSet = KEEP_ALL,
+                states: list[Tensor] | None = None) -> Tensor: ...
+
+    def embed(self, ids: Sequence[int], start: int) -> Tensor: ...
+
+    def rows(self, start: int, width: int) -> Rows: ...
+
+    def rivals(self, positions: Sequence[int], at: int) -> Rows: ...
+
+    def attention(self, index: int, x: Tensor, rows: Rows, cache: Any) -> Tensor: ...
+
+    def mlp(self, index: int, x: Tensor) -> Tensor: ...
+
+    def layer(self, index: int, x: Tensor, rows: Rows, cache: Any) -> Tensor: ...
+
+    def head(self, x: Tensor) -> Tensor: ...
+
+
+def forward_layers(decoder: LayeredDecoder, ids: Sequence[int], start: int, keep: int, cache: InPlaceCache, *,
+                   skip: SkipSet = KEEP_ALL, states: list[Tensor] | None = None) -> Tensor:
+    """One pass, layer by layer; see LlamaDecoder.forward."""
+    width = len(ids)
+    cache.make_room(start + width)
+    x, rows = decoder.embed(ids, start), decoder.rows(start, width)
+    if states is not None:
+        states.append(x)
+    for index in range(decoder.num_layers):
+        attention, mlp = index not in skip.attention, index not in skip.mlp
+        if attention and mlp:
+            x = decoder.layer(index, x, rows, cache)
+        elif attention:
+            x = decoder.attention(index, x, rows, cache)
+        elif mlp:
+            x = decoder.mlp(index, x)
+        if states is not None:
+            states.append(x)
+    cache.length = start + width
+    return decoder.head(x[width - keep :])
 
 
 def supported(model: Any) -> bool:
@@ -156,36 +230,67 @@ class LlamaDecoder:
         self._norm = model.model.norm.weight
         self._head = made(model.lm_head)
 
-    def new_cache(self) -> LlamaCache:
-        return LlamaCache(self._config, self._dtype, self._device)
+    def new_cache(self) -> InPlaceCache:
+        config = self._config
+        shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        return InPlaceCache(shape, self._dtype, self._device)
 
-    def forward(self, ids: Sequence[int], start: int, keep: int, cache: LlamaCache) -> Tensor:
-        width, end = len(ids), start + len(ids)
-        cache.make_room(end)
-        cos, sin = self._rotation(start, end)
-        heads, kv_heads, size = self._heads, self._kv_heads, self._size
-        group = heads // kv_heads
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def forward(self, ids: Sequence[int], start: int, keep: int, cache: InPlaceCache, *, skip: SkipSet = KEEP_ALL,
+                states: list[Tensor] | None = None) -> Tensor:
+        """skip : parts of layers that are left out; their rows of the cache stay as they are
+        states : takes the hidden states before the first and after each layer, ``[width, hidden]`` each
+        """
+        return forward_layers(self, ids, start, keep, cache, skip=skip, states=states)
+
+    def embed(self, ids: Sequence[int], start: int) -> Tensor:
+        return self._embedding[torch.tensor(ids, device=self._device)]
+
+    def rows(self, start: int, width: int) -> Rows:
+        """New tokens that follow ``start`` cached ones."""
+        group = self._heads // self._kv_heads
         mask = self._mask(width, start, group) if width > 1 else None
-        x = self._embedding[torch.tensor(ids, device=self._device)]
-        for index, (norm_1, qkv, project, norm_2, gate_up, down) in enumerate(self._layers):
-            y = qkv(self._normed(x, norm_1)).view(width, heads + 2 * kv_heads, size)
-            turned = y[:, : heads + kv_heads]
-            # Rotary embedding of queries and keys at once; the sign of the rotated half is in ``sin``.
-            turned = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
-            keys, values = cache.keys[index], cache.values[index]
-            keys[start:end] = turned[:, heads:]
-            values[start:end] = y[:, heads + kv_heads :]
-            # The heads that share a key-value head become further query rows of it.
-            queries = turned[:, :heads].view(width, kv_heads, group, size).permute(1, 2, 0, 3)
-            seen = F.scaled_dot_product_attention(
-                queries.reshape(1, kv_heads, group * width, size), keys[:end].transpose(0, 1)[None],
-                values[:end].transpose(0, 1)[None], attn_mask=mask)
-            seen = seen.view(kv_heads, group, width, size).permute(2, 0, 1, 3).reshape(width, heads * size)
-            x = x + project(seen)
-            gate, up = gate_up(self._normed(x, norm_2)).chunk(2, -1)
-            x = x + down(F.silu(gate) * up)
-        cache.length = end
-        return self._head(self._normed(x[width - keep :], self._norm))
+        return Rows(start, start + width, mask, *self._rotation(start, start + width))
+
+    def rivals(self, positions: Sequence[int], at: int) -> Rows:
+        """States for these positions (one or several), each of which sees the tokens before it and itself; their
+        keys and values lie in the cache from row ``at``, beyond all of those."""
+        cos, sin = (all_[list(positions)] for all_ in self._rotation(0, max(positions) + 1))
+        mask = rivals_mask(positions, at, self._device).repeat(self._heads // self._kv_heads, 1)
+        return Rows(at, at + len(positions), mask, cos, sin)
+
+    def attention(self, index: int, x: Tensor, rows: Rows, cache: InPlaceCache) -> Tensor:
+        norm, qkv, project = self._layers[index][:3]
+        heads, kv_heads, size, width = self._heads, self._kv_heads, self._size, len(x)
+        y = qkv(self._normed(x, norm)).view(width, heads + 2 * kv_heads, size)
+        turned = y[:, : heads + kv_heads]
+        # Rotary embedding of queries and keys at once; the sign of the rotated half is in ``sin``.
+        turned = torch.addcmul(turned * rows.cos, turned.roll(size // 2, -1), rows.sin)
+        keys, values = cache.keys[index], cache.values[index]
+        keys[rows.start : rows.end] = turned[:, heads:]
+        values[rows.start : rows.end] = y[:, heads + kv_heads :]
+        # The heads that share a key-value head become further query rows of it.
+        group = heads // kv_heads
+        queries = turned[:, :heads].view(width, kv_heads, group, size).permute(1, 2, 0, 3)
+        seen = F.scaled_dot_product_attention(
+            queries.reshape(1, kv_heads, group * width, size), keys[: rows.end].transpose(0, 1)[None],
+            values[: rows.end].transpose(0, 1)[None], attn_mask=rows.mask)
+        seen = seen.view(kv_heads, group, width, size).permute(2, 0, 1, 3).reshape(width, heads * size)
+        return x + project(seen)
+
+    def mlp(self, index: int, x: Tensor) -> Tensor:
+        norm, gate_up, down = self._layers[index][3:]
+        gate, up = gate_up(self._normed(x, norm)).chunk(2, -1)
+        return x + down(F.silu(gate) * up)
+
+    def layer(self, index: int, x: Tensor, rows: Rows, cache: InPlaceCache) -> Tensor:
+        return self.mlp(index, self.attention(index, x, rows, cache))
+
+    def head(self, x: Tensor) -> Tensor:
+        return self._head(self._normed(x, self._norm))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root mean square norm, as transformers' Llama has it; torch's own takes twice as long in

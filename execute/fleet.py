@@ -24,7 +24,7 @@ from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
 from . import worker
 from .host import host, place, versions
-from .processes import end_process, start
+from .processes import end_process, shared_processes, start
 from .prompts import Prompt
 from .scripted import Script, Wrong
 from .worker import Job, Outcome
@@ -63,16 +63,19 @@ class Fleet:
             for b in names[i + 1 :]:
                 ends[a][b], ends[b][a] = context.Pipe()
         try:
-            for name in names:
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=worker.main, name=name, daemon=True,
-                    args=(self.stages[name], self.scripts.get(name), self.vocabulary, theirs, ends[name]))
+            for group in shared_processes(self.stages.values()):
+                seats = []
+                for stage in group:
+                    self.connections[stage.name], theirs = context.Pipe()
+                    seats.append(worker.Seat(stage, self.scripts.get(stage.name), theirs, ends[stage.name]))
+                process = context.Process(target=worker.main, name=group[0].name, daemon=True,
+                                          args=(seats, self.vocabulary))
                 start(process)
-                theirs.close()
-                for end in ends[name].values():
-                    end.close()
-                self.processes[name], self.connections[name] = process, ours
+                for seat in seats:
+                    self.processes[seat.stage.name] = process
+                    seat.parent.close()
+                    for end in seat.peers.values():
+                        end.close()
             for name in names:
                 _, self.context_limits[name] = self._receive(name, "ready", timeout_s=LOAD_TIMEOUT_S)
         except BaseException:

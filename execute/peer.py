@@ -33,7 +33,8 @@ ANSWER_TIMEOUT_S = 3600.0
 
 def has_twin(pipeline: PipelineSpec) -> bool:
     """Whether the library can do it: one stage at a time, at most one drafter, that is a model or a lookup."""
-    return pipeline.strategy != "pipelined" and len(pipeline.stages) <= 2 and not pipeline.stages[0].hybrid
+    return pipeline.strategy != "pipelined" and len(pipeline.stages) <= 2 and not (
+        pipeline.stages[0].hybrid or pipeline.stages[0].clasp)
 
 
 class Peer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing.process import BaseProcess
 
 from pipespec_model.errors import InputError
@@ -21,6 +21,24 @@ def processes_for(pipelines: Mapping[str, PipelineSpec]) -> list[StageSpec]:
                 raise InputError(f"{name}: stage {stage.name!r}", "must be the same in all pipelines",
                                  stage.choice_key, "rename one of the two")
     return list(found.values())
+
+
+def shared_processes(stages: Iterable[StageSpec]) -> list[list[StageSpec]]:
+    """The stages of each process: one, or a model and the layer-skipping drafters that use its weights.
+
+    Raises InputError for such a drafter without its model, or with two of them.
+    """
+    stages = list(stages)
+    groups = {stage.name: [stage] for stage in stages if not stage.clasp}
+    for stage in stages:
+        if stage.clasp:
+            whole = [other.name for other in stages if other.drafter == "model" and other.quantize is None
+                     and (other.model, other.dtype, other.device) == (stage.model, stage.dtype, stage.device)]
+            if len(whole) != 1:
+                raise InputError(f"stage {stage.name!r} with drafter clasp", "must have one stage with the whole model "
+                                 "beside it", ", ".join(whole) or "none")
+            groups[whole[0]].append(stage)
+    return list(groups.values())
 
 
 def _loaded(stage: StageSpec) -> StageSpec:

@@ -6,7 +6,7 @@ the length that the protocol says is still valid; nothing else ever shortens it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,19 +36,24 @@ class TorchRunner:
     """Runs one stage's model.
 
     vocabulary : logits beyond this are padding and are never chosen
+    make : what makes the two decoders of a model (``decoders``)
     """
 
-    def __init__(self, stage: StageSpec, vocabulary: int | None = None) -> None:
+    run_number: int | None = None
+    """Of the request at hand (worker.Job.run), if it is one."""
+
+    def __init__(self, stage: StageSpec, vocabulary: int | None = None,
+                 make: Callable[..., tuple[Any, Any]] = decoders) -> None:
         if stage.quantize not in (None, "int8"):
             raise InputError(f"stages[{stage.name}].quantize", "must be 'int8' or absent here", stage.quantize)
         if stage.quantize == "int8" and stage.dtype != "float32":
             raise InputError(f"stages[{stage.name}].dtype", "must be float32 with quantize int8", stage.dtype)
         if stage.quantize == "int8" and not stage.device.startswith("cpu"):
             raise InputError(f"stages[{stage.name}].device", "must be cpu with quantize int8", stage.device)
-        model = load_model(stage)
+        self.model = model = load_model(stage)
         self.context_limit = getattr(model.config, "max_position_embeddings", None)
         # A quantised stage reads the prompt with its float weights and shares the cache.
-        self.prefill, self.step = decoders(model, int8=stage.quantize == "int8")
+        self.prefill, self.step = make(model, int8=stage.quantize == "int8")
         self.vocabulary = vocabulary
         self._prompt: list[int] = []
         self.cache: Any = None
@@ -59,7 +64,7 @@ class TorchRunner:
         return len(self._prompt)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._prompt = list(prompt)
+        self._prompt, self.run_number = list(prompt), None
         self.cache = self.prefill.new_cache()
 
     def forget(self, length: int) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import pickle
 import selectors
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
+from pipespec_model.layer_choice import LayerCalendar
 from pipespec_model.lookup import PromptLookup
 from pipespec_model.messages import Step
 from pipespec_model.protocol import Stage
@@ -90,6 +92,7 @@ class Worker:
     job: Job | None = None
     closing: bool = False
     steps: list[StepRecord] = field(default_factory=list)
+    calendar: LayerCalendar | None = None  # of a layer-skipping drafter
 
     # -- commands -------------------------------------------------------------------------------
 
@@ -121,6 +124,8 @@ class Worker:
         self.job, self.closing, self.steps = job, False, []
         stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos, job.prompt)
         begin(self.runner, job, self.place)
+        if self.stage.clasp:
+            self.calendar = LayerCalendar(self.stage.layer_opt_interval)
         self._generate(stage)
         if not stage.is_target:
             while not self.closing:
@@ -162,6 +167,11 @@ class Worker:
                 text.append(token)
             self.parent.send(("choices", choices, []))
             return
+        if self.stage.clasp:
+            from .clasp.agreement import own_choices
+
+            self.parent.send(("choices", own_choices(self.runner, prompt, answer), []))
+            return
         from .torch_runner import teacher_forced
 
         self.parent.send(("choices", *teacher_forced(self.runner, prompt, answer)))
@@ -186,8 +196,26 @@ class Worker:
                 told = len(stage.sequence)
         self._send(stage)
 
+    def _choose_layers(self, stage: Stage, step: Step) -> None:
+        """Before a round of a layer-skipping drafter: take over what was committed; when due, the layers."""
+        assert self.job is not None
+        assert self.calendar is not None
+        if stage.num_verdicts != self.runner.num_verdicts:
+            self.runner.num_verdicts = stage.num_verdicts
+            self.runner.take_over(len(stage.sequence))
+        if not self.calendar.due(stage):
+            return
+        start = time.perf_counter()
+        self.runner.optimise()
+        self.steps.append(StepRecord(
+            prompt=self.job.number, stage=stage.index, kind="optimise", start_s=start - self.job.clock,
+            duration_s=time.perf_counter() - start, position=step.position, context=self.runner.committed, width=0,
+            drafts=0, accepted=0, emitted=0, epoch=step.epoch))
+
     def _run_step(self, stage: Stage, step: Step) -> None:
         assert self.job is not None
+        if self.calendar is not None:
+            self._choose_layers(stage, step)
         before = len(stage.sequence)
         start = time.perf_counter()
         try:
@@ -244,6 +272,8 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
         runner.begin_replay(job.agreement, place.index, job.number, block=place.pipeline.stages[place.index].block)
     else:
         runner.begin(job.prompt)
+        if uses_torch(runner):
+            runner.run_number = job.run
 
 
 def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> int:
@@ -272,15 +302,52 @@ def make_runner(stage: StageSpec, script: Script | Wrong | None, vocabulary: int
     return WrongRunner(runner) if script else runner
 
 
-def main(stage: StageSpec, script: Script | Wrong | None, vocabulary: int | None, parent: Connection,
-         peers: dict[str, Connection]) -> None:
-    """Entry point of the process."""
+@dataclass
+class Seat:
+    """One stage of a process, and the ends of its pipes."""
+
+    stage: StageSpec
+    script: Script | Wrong | None
+    parent: Connection
+    peers: dict[str, Connection]
+
+
+def main(seats: list[Seat], vocabulary: int | None) -> None:
+    """Entry point of a process.
+
+    seats : one stage; or a model and, after it, the layer-skipping drafters that share its weights, each in a
+        thread of its own.  They only ever work in turn.
+    """
     import signal
 
     # Ctrl-C reaches the whole process group; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    first, *others = seats
+    with reporting(first.parent):
+        if others:
+            from .clasp.runner import ClaspRunner, FullRunner
+
+            runner: Any = FullRunner(first.stage, vocabulary)
+            drafters = [ClaspRunner(seat.stage, runner) for seat in others]
+        else:
+            runner, drafters = make_runner(first.stage, first.script, vocabulary), []
+        for seat, drafter in zip(others, drafters, strict=True):
+            threading.Thread(target=_serve, args=(seat, drafter), daemon=True).start()
+        Worker(first.stage, first.parent, first.peers, runner).serve()
+
+
+def _serve(seat: Seat, runner: Any) -> None:
+    with reporting(seat.parent):
+        Worker(seat.stage, seat.parent, seat.peers, runner).serve()
+        return
+    os._exit(0)  # as any stage that failed, which has said so: the parent must not wait for it
+
+
+@contextmanager
+def reporting(parent: Connection) -> Iterator[None]:
+    """Tell the parent of what goes wrong."""
     try:
-        Worker(stage, parent, peers, make_runner(stage, script, vocabulary)).serve()
+        yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # a neighbour or the parent is gone; the parent, if alive, sees which
     except InputError as error:

@@ -202,6 +202,7 @@ class Gaps:
     start: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turnaround: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     handover: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    optimise: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, spec: PipelineSpec, steps: list[StepRecord]) -> None:
         """Book the gaps of one prompt.
@@ -215,6 +216,7 @@ class Gaps:
         for i, (stage, mine) in enumerate(zip(spec.stages, by_stage, strict=True)):
             key, own = stage.time_key, -1.0
             near = {i - 1, i + 1} & set(range(len(ends))) if pipelined else set(range(len(ends))) - {i}
+            self.optimise[key] += [step.duration_s for step in mine if step.kind == "optimise"]
             for step, next_own in zip(mine, ends[i], strict=True):
                 end, sender = max(((_last(ends[j], _start(step)), j) for j in near), default=(-1.0, i))
                 if own < 0 and (pipelined or end < 0):
@@ -233,7 +235,8 @@ class Gaps:
         handover = self.handover.get(key) or pooled.handover.get(key, [])
         # Of a wait that the last message did not end, only part is hand-over: the short ones are whole.
         return Costs(start_s=_quantile(start, 0.5), turnaround_s=_quantile(turnaround, 0.5),
-                     handover_s=_quantile(handover, 0.25), rollback_s=rollback_s)
+                     handover_s=_quantile(handover, 0.25), rollback_s=rollback_s,
+                     optimise_s=_quantile(self.optimise.get(key) or pooled.optimise.get(key, []), 0.5))
 
 
 def _start(step: StepRecord) -> float:

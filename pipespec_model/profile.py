@@ -54,6 +54,7 @@ class Costs:
     handover_s : from the end of a sender's step to the start of the step of a receiver that waited
     rollback_s : extra time of the first step after a rollback (cropping the cache)
     finish_s : from the end of the target's last step to the request's end
+    optimise_s : of a layer-skipping drafter, each choice of its layers
     """
 
     start_s: float = 0.0
@@ -61,6 +62,7 @@ class Costs:
     handover_s: float = 0.0
     rollback_s: float = 0.0
     finish_s: float = 0.0
+    optimise_s: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -109,6 +109,11 @@ class Stage:
         return self.index == len(self.pipeline.stages) - 1
 
     @property
+    def num_verdicts(self) -> int:
+        """Serial of the newest verdict that was booked; it changes when a chain's next round begins."""
+        return self._seen_verdict
+
+    @property
     def has_upstream(self) -> bool:
         return self.index > 0
 

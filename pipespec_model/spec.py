@@ -47,17 +47,41 @@ class StageSpec(Spec):
     ``drafter: prompt-lookup`` needs only that model's tokenizer: it proposes what followed the last
     occurrence of the current n-gram.  ``drafter: hybrid`` does so where an n-gram of ``max_ngram`` tokens
     occurred before, and asks its model elsewhere.  ``device: cpu:1`` is core 1, which stages may share.
+    ``drafter: clasp`` is the next stage's model with layers skipped, those that the last accepted token can best
+    do without; it shares that stage's process and weights.
+
+    num_skipped_layers : M of CLaSp; kept_layers : layers that are never skipped
+    layer_opt_interval : LOI, tokens between two choices of the layers
+    draft_exit_threshold : DET; drafting stops where the drafter's best token is less probable (0: never)
     """
 
     name: str = Field(min_length=1)
     model: str = Field(min_length=1)
-    drafter: Literal["model", "prompt-lookup", "hybrid"] = "model"
+    drafter: Literal["model", "prompt-lookup", "hybrid", "clasp"] = "model"
     device: str = "cpu"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     quantize: Literal["int8", "4bit", "8bit"] | None = None
     threads: int = Field(default=1, ge=1)
     cores: tuple[int, ...] | None = None
     max_ngram: int = Field(default=3, ge=2)
+    num_skipped_layers: int = Field(default=0, ge=0)
+    layer_opt_interval: int = Field(default=64, ge=1)
+    draft_exit_threshold: float = Field(default=0.0, ge=0, lt=1)
+    kept_layers: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _skips_layers(self) -> StageSpec:
+        own = {"num_skipped_layers", "layer_opt_interval", "draft_exit_threshold", "kept_layers"}
+        # A resolved pipeline names every default: only what is not one was asked for.
+        changed = sorted(key for key in own & self.model_fields_set
+                         if getattr(self, key) != type(self).model_fields[key].default)
+        if changed and not self.clasp:
+            raise ValueError(f"{changed[0]} must be absent without drafter clasp")
+        return self
+
+    @property
+    def clasp(self) -> bool:
+        return self.drafter == "clasp"
 
     @property
     def block(self) -> bool:
@@ -69,12 +93,17 @@ class StageSpec(Spec):
         """What decides this stage's tokens: two stages with one key choose alike."""
         if self.block:
             return f"prompt-lookup-{self.max_ngram}"
+        if self.clasp:
+            kept = "".join(f"+{layer}" for layer in self.kept_layers)
+            return f"{self._skipping_key}-{self.layer_opt_interval}-{self.draft_exit_threshold:g}{kept}"
         return self._model_key + (f"+lookup-{self.max_ngram}" if self.hybrid else "")
 
     @property
     def time_key(self) -> str:
-        """What decides this stage's step times: a hybrid's are its model's."""
-        return f"{self.choice_key if self.block else self._model_key}|{self.device}|{self.threads}t"
+        """What decides this stage's step times: a hybrid's are its model's, a layer-skipping one's do not depend
+        on which layers it skips."""
+        key = self.choice_key if self.block else self._skipping_key if self.clasp else self._model_key
+        return f"{key}|{self.device}|{self.threads}t"
 
     @property
     def place_key(self) -> str:
@@ -84,6 +113,10 @@ class StageSpec(Spec):
     @property
     def _model_key(self) -> str:
         return f"{self.model}|{self.dtype}|{self.quantize or 'none'}"
+
+    @property
+    def _skipping_key(self) -> str:
+        return f"{self._model_key}+clasp-{self.num_skipped_layers}"
 
     @property
     def hybrid(self) -> bool:
@@ -168,9 +201,28 @@ class PipelineSpec(Spec):
                 "exactly lookahead tokens a round"
             )
         for i, stage in enumerate(self.stages):
-            if stage.drafter != "model" and (i or k == 1):
+            if stage.clasp and k > 1:
+                self._check_clasp(i)
+            elif not stage.clasp and stage.drafter != "model" and (i or k == 1):
                 raise ValueError(f"stages.{i}.drafter must be 'model': only a first drafter may be a lookup")
         return self
+
+    def _check_clasp(self, i: int) -> None:
+        stage, where = self.stages[i], f"stages.{i}"
+        if i + 1 == len(self.stages):
+            raise ValueError(f"{where}.drafter must be 'model': the target runs every layer")
+        if self.strategy != "speculative" or self.handshake != "overlapped":
+            raise ValueError(f"{where}.drafter clasp must have strategy speculative and handshake overlapped")
+        verifier = self.stages[i + 1]
+        for key in ("model", "dtype", "device", "threads", "cores"):
+            if getattr(stage, key) != getattr(verifier, key):
+                raise ValueError(f"{where}.{key} must be that of the stage it drafts for "
+                                 f"({getattr(verifier, key)}), got {getattr(stage, key)}")
+        if verifier.clasp or verifier.quantize is not None:
+            raise ValueError(f"stages.{i + 1} must run the whole model, not quantised: a clasp stage takes its states")
+        if i and stage.draft_exit_threshold:
+            raise ValueError(f"{where}.draft_exit_threshold must be 0 behind another drafter: what that drafted is "
+                             "verified whole")
 
     @property
     def target(self) -> StageSpec:
@@ -193,6 +245,10 @@ class PipelineSpec(Spec):
         two share a core, which a probe would hardly show how they share."""
         held = [core for stage in self.stages if not stage.block for core in stage.cores or ()]
         return self.strategy == "pipelined" and len(held) == len(set(held))
+
+    def reads_prompt(self, i: int) -> bool:
+        """Whether stage ``i`` reads the prompt itself; a layer-skipping drafter reads it for its model too."""
+        return not (i and self.stages[i - 1].clasp)
 
     def with_lookaheads(self, lookaheads: Sequence[int]) -> PipelineSpec:
         links = zip(self.links, lookaheads, strict=True)

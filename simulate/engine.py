@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 
 import simpy
 
-from pipespec_model.agreement import Agreement, Replay
+from pipespec_model.agreement import NO_PROPOSAL, Agreement, Replay
+from pipespec_model.layer_choice import LayerCalendar
 from pipespec_model.lookup import PromptLookup
 from pipespec_model.messages import Drafts, Step, Verdict
 from pipespec_model.profile import Profile, StageLatency
@@ -145,6 +146,7 @@ class PromptRun:
         self.in_flight: list[tuple[int, Drafts | Verdict]] = []
         self.wake = [simpy.Event(self.env) for _ in specs]
         self.num_steps = [0] * len(specs)
+        self.calendars = {i: LayerCalendar(spec.layer_opt_interval) for i, spec in enumerate(specs) if spec.clasp}
 
     # -- the stage loop, the same for every position ------------------------------------------
 
@@ -164,6 +166,8 @@ class PromptRun:
                 # Decide when the turnaround is over, with what arrives meanwhile.
                 yield self.env.timeout(ready - self.env.now)
                 continue
+            if i in self.calendars and self.calendars[i].due(stage):
+                yield from self._choose_layers(i, step)
             tokens = self._tokens(i, step)
             start = self.env.now
             self._note(i, f"start {step.kind}", step.position)
@@ -174,6 +178,15 @@ class PromptRun:
             ready = self.env.now + to_ns(costs.turnaround_s)
         self._send(i)
 
+    def _choose_layers(self, i: int, step: Step) -> Generator[simpy.Event, None, None]:
+        """A layer-skipping drafter is told at a round's start which layers the last token can do without."""
+        assert self.slowness is not None
+        start = self.env.now
+        yield self.computing.run(i, to_ns(self.costs[i].optimise_s * self.slowness[i] / self.turn_rates[i]))
+        self.steps.append(StepRecord(
+            prompt=self.prompt, stage=i, kind="optimise", start_s=start / NS, duration_s=(self.env.now - start) / NS,
+            position=step.position, context=step.cached, width=0, drafts=0, accepted=0, emitted=0, epoch=step.epoch))
+
     def _tokens(self, i: int, step: Step) -> list[int]:
         sequence = self.stages[i].sequence
         if step.kind == "lookup":
@@ -182,19 +195,25 @@ class PromptRun:
             return self.lookups[i].run(sequence, step)
         if self.pipeline.stages[i].block:
             return self.replay.propose(i, sequence, step.limit)
-        return self.replay.choices(i, sequence, step.drafts)
+        choices = self.replay.choices(i, sequence, step.drafts)
+        # Of a stage with a model: the draft exit threshold stopped it.
+        return [] if step.kind == "draft" and choices == [NO_PROPOSAL] else choices
 
     def _work_ns(self, i: int, step: Step, num_tokens: int) -> int:
         if step.kind == "lookup":
             return 0  # its microseconds are part of the turnaround
         latency: StageLatency = self.latency[i]
-        model = latency.prefill if step.kind == "prefill" and latency.prefill else latency.step
-        width = num_tokens if self.pipeline.stages[i].block else step.width
+        width, cached = num_tokens if self.pipeline.stages[i].block else step.width, step.cached
+        reads = step.kind == "prefill" and self.pipeline.reads_prompt(i)
+        if step.kind == "prefill" and not reads:
+            cached = self.agreement.prompt_length - 1
+            width -= cached
+        model = latency.prefill if reads and latency.prefill else latency.step
         if self.spread:
             draw = uniform(self.seed, self.prompt, i, STEP_TIME, self.num_steps[i])
-            seconds = model.sample_s(width, step.cached, draw)
+            seconds = model.sample_s(width, cached, draw)
         else:
-            seconds = model.mean_s(width, step.cached)
+            seconds = model.mean_s(width, cached)
         self.num_steps[i] += 1
         assert self.slowness is not None
         seconds *= self.slowness[i] / self.turn_rates[i]

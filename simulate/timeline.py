@@ -14,8 +14,10 @@ from pipespec_model.errors import InputError
 from pipespec_model.trace import StepRecord, Trace
 
 # Okabe-Ito colours: told apart by colour-blind readers and in grey.
-COLOURS = {"prefill": "#999999", "draft": "#56B4E9", "decode": "#E69F00", "verify": "#009E73"}
-WORDS = {"prefill": "prefill", "draft": "draft", "decode": "plain step", "verify": "verify drafts"}
+COLOURS = {"prefill": "#999999", "draft": "#56B4E9", "decode": "#E69F00", "verify": "#009E73",
+           "optimise": "#CC79A7"}
+WORDS = {"prefill": "prefill", "draft": "draft", "decode": "plain step", "verify": "verify drafts",
+         "optimise": "choose layers"}
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:

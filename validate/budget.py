@@ -60,7 +60,7 @@ def latency_of(trace: Trace, profile: Profile) -> dict[str, StageLatency]:
     out = {}
     for i, stage in enumerate(PipelineSpec.from_dict(trace.pipeline).stages):
         before = profile.stage_latency(stage)
-        mine = [step for step in trace.steps if step.stage == i and step.duration_s > 0]
+        mine = [step for step in trace.steps if step.stage == i and step.duration_s > 0 and step.kind != "optimise"]
         prefills = [step for step in mine if step.kind == "prefill"]
         by_width: dict[int, list[StepRecord]] = defaultdict(list)
         for step in mine:

@@ -139,7 +139,7 @@ def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
     error comes from: wrong times, or wrong counts."""
     out = []
     for i, stage in enumerate(measured.pipeline["stages"]):
-        for kind in ("prefill", "draft", "decode", "verify"):
+        for kind in ("prefill", "draft", "decode", "verify", "optimise"):
             here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind]
             there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
             if here and there:

@@ -1,0 +1,144 @@
+"""The study's results: figures from the parts, and a Markdown page with its pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .pictures import draw_agreement, draw_persistence, draw_speed
+from .study import DISTANCES, FREE_LAYERS, REDUCED, agreement_table, over_prompts, persistence
+from .verdict import best_lookahead, break_even, draft_cost
+
+ELSEWHERE = (("this model", None, None), ("head share 2%", 0.02, None), ("head share 2%, wide steps free", 0.02, 1.0))
+MOST_DRAFTS = 8
+
+
+def summarise(found: dict[str, Any]) -> dict[str, Any]:
+    """Everything the page says, as data."""
+    skipped = sorted({entry["skipped"] for entry in found["agreement"]})
+    times = found["times"]
+    full = times["full-1"]
+    return {
+        "settings": found["settings"], "host": found["host"], "versions": found["versions"],
+        "num_layers": found["num_layers"], "agreement": list(agreement_table(found["agreement"])),
+        "reduced": list(_reduced(found["reduced"])),
+        "persistence": {str(count): list(_persistence(found["sets"], count)) for count in skipped},
+        "times": {name: seconds / full for name, seconds in times.items()}, "full_step_s": full,
+        "speed": found["speed"], "verdict": list(_verdict(found, skipped)),
+    }
+
+
+def _reduced(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for count in REDUCED:
+        mine = [entry for entry in entries if entry["skipped"] == count]
+        gap, interval = over_prompts([(e["prompt"], e["gap_closed"], 1.0) for e in mine])
+        yield {"skipped": count, "num_states": len(mine), "num_sets": mine[0]["num_sets"],
+               "median_rank": float(np.median([e["rank"] for e in mine])),
+               "exact": sum(e["rank"] == 1 for e in mine) / len(mine), "gap_closed": gap, "interval": interval,
+               **{key: float(np.mean([e[key] for e in mine])) for key in ("cosine", "best", "mean")}}
+
+
+def _persistence(sets: Sequence[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
+    found = persistence(sets, count)
+    for distance in DISTANCES:
+        if distance in found:
+            value, interval = over_prompts([(name, jaccard, 1.0) for name, jaccard in found[distance]])
+            yield {"distance": distance, "jaccard": value, "interval": interval, "num_pairs": len(found[distance])}
+
+
+def _verdict(found: dict[str, Any], skipped: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Per number of layers: what α is needed and what was found, here and with other heads and step widths."""
+    times, layers = found["times"], found["num_layers"]
+    full = times["full-1"]
+    head, verify = times["head"] / full, times["full-4"] / full
+    measured = {row["skipped"]: row["agreement"] for row in agreement_table(found["agreement"]) if row["kind"] == "dp"}
+    for count in skipped:
+        costs = {"optimise": times[f"optimise-{count}"] / full}
+        kinds = [("int8 copy", times[f"int8-{count}"] / full, verify)] if f"int8-{count}" in times else []
+        for name, share, wide in ELSEWHERE:
+            draft = times[f"draft-{count}"] / full if share is None else draft_cost(count / layers, share)
+            kinds.append((name, draft, verify if wide is None else wide))
+        for name, draft, wide in kinds:
+            lookahead, pays = best_lookahead(measured[count], draft, most=MOST_DRAFTS, verify=wide, **costs)
+            yield {"where": name, "skipped": count, "draft": draft, "verify": wide, "head_share": head,
+                   "acceptance_rate": measured[count], "lookahead": lookahead, "speedup": pays,
+                   "break_even": break_even(draft, most=MOST_DRAFTS, verify=wide, **costs)}
+
+
+def write(data: dict[str, Any], out: Path) -> None:
+    """``clasp.md``, ``clasp.json`` and the pictures."""
+    (out / "clasp.json").write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
+    draw_agreement(data["agreement"], data["num_layers"], out / "clasp-agreement.svg")
+    draw_persistence(data["persistence"], out / "clasp-persistence.svg")
+    draw_speed(data["speed"], out / "clasp-speed.svg")
+    (out / "clasp.md").write_text("\n".join(page(data)) + "\n", encoding="utf-8")
+
+
+def page(data: dict[str, Any]) -> Iterator[str]:
+    settings, host = data["settings"], data["host"]
+    yield f"# Layer skipping on {settings['model']}\n"
+    yield (f"{settings['dtype']}, {data['num_layers']} layers, greedy, batch 1; {host['cpu']}, {host['cores']} cores.  "
+           f"{len(settings['evaluation_prompts'])} evaluation prompts, tuned on others.  Intervals: 90%, bootstrap "
+           "over prompts.\n")
+    yield "## Next tokens that a skipping model gets right\n\n![Agreement and cosine](clasp-agreement.svg)\n"
+    yield from table(("layers skipped", "chosen by", "agreement", "cosine"), (
+        (row["skipped"], row["kind"], _with(row["agreement"], row["interval"]),
+         _with(row["cosine"], row["cosine_interval"], 3)) for row in data["agreement"]))
+    yield f"\n## The programme against every set of {FREE_LAYERS} layers\n"
+    yield from table(("skipped", "sets", "states", "median rank", "best found", "cosine: mean set", "programme", "best",
+                      "gap closed"), (
+        (row["skipped"], row["num_sets"], row["num_states"], f"{row['median_rank']:g}", f"{100 * row['exact']:.0f}%",
+         f"{row['mean']:.4f}", f"{row['cosine']:.4f}", f"{row['best']:.4f}", _with(row["gap_closed"], row["interval"]))
+        for row in data["reduced"]))
+    yield "\n## How alike are the sets of near tokens?\n\n![Overlap](clasp-persistence.svg)\n"
+    counts = list(data["persistence"])
+    yield from table(("tokens apart", *(f"M = {count}" for count in counts)), (
+        (entries[0]["distance"], *(_with(entry["jaccard"], entry["interval"]) for entry in entries))
+        for entries in zip(*data["persistence"].values(), strict=True)))
+    yield f"\n## Times, in full single-token steps ({1e3 * data['full_step_s']:.1f} ms)\n"
+    yield from table(("pass", "cost"), ((name, f"{cost:.2f}") for name, cost in data["times"].items()))
+    yield from _speed(data["speed"])
+    yield "\n## What would make it pay\n"
+    yield from table(("where", "layers skipped", "draft cost", "verification", "acceptance found", "needed",
+                      "best lookahead", "speed-up by formula"), (
+        (row["where"], row["skipped"], f"{row['draft']:.2f}", f"{row['verify']:.2f}", f"{row['acceptance_rate']:.2f}",
+         "never" if row["break_even"] is None else f"{row['break_even']:.2f}", row["lookahead"],
+         f"{row['speedup']:.2f}") for row in data["verdict"]))
+
+
+def _speed(speed: dict[str, Any]) -> Iterator[str]:
+    yield "\n## Real runs\n\n![Speed](clasp-speed.svg)\n"
+    chosen = " and ".join(f"`{name}`" for name in speed["chosen"].values())
+    yield f"Chosen on the calibration prompts: {chosen}.  On the evaluation prompts:\n"
+    for threads, title in ((1, "one core"), (2, "two cores")):
+        rows = speed.get(f"evaluation-{threads}")
+        if not rows:
+            continue
+        shares = ("prefill", "draft", "verify", "optimise", "between")
+        categories = list(rows[0]["by_category"])
+        yield from table((title, "tokens/s", "speed-up", "acceptance", "tokens a round", "same text",
+                          *(f"{name} %" for name in shares), *categories), (
+            (f"`{row['name']}`", f"{row['tokens_per_s']:.1f}", _with(row["speedup"], row["interval"]),
+             "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}",
+             f"{row['mean_acceptance_length']:.2f}", f"{row['identical_prompts']}/{row['num_prompts']}",
+             *(f"{100 * row['time_shares'].get(name, 0):.1f}" for name in shares),
+             *(f"{row['by_category'][name]:.2f}" for name in categories)) for row in rows))
+        yield ""
+    yield "Tuning, on the calibration prompts:\n"
+    yield from table(("setting", "speed-up"), ((f"`{row['name']}`", _with(row["speedup"], row["interval"]))
+                                                for row in speed["tuning"]))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(str(cell) for cell in row)} |"
+
+
+def _with(value: float, interval: Sequence[float], digits: int = 2) -> str:
+    return f"{value:.{digits}f} ({interval[0]:.{digits}f}–{interval[1]:.{digits}f})"

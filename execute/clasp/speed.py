@@ -1,0 +1,170 @@
+"""The study's real runs: M, LOI and DET tuned on the calibration prompts, reported on the others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from execute.built_in import chain
+from execute.fleet import Fleet, new_trace
+from execute.host import available_cores
+from execute.prompts import Prompt
+from pipespec_model import metrics
+from pipespec_model.metrics import mean_of_repeats
+from pipespec_model.spec import PipelineSpec, StageSpec
+from pipespec_model.trace import PromptRecord, Trace, TraceWriter, load_trace
+
+INTERVALS, THRESHOLDS = (16, 64), (0.0, 0.6)
+TUNING_TOKENS, REPEATS = 32, 2
+BASELINE = "autoregressive"
+
+
+def grid(model: str, dtype: str, skipped: Sequence[int], *, threads: int) -> dict[str, list[StageSpec]]:
+    """Stages by name of a configuration: the pair, or the model alone."""
+    full = StageSpec(name="full", model=model, dtype=dtype, threads=threads)
+    kinds = (None, "int8") if dtype == "float32" else (None,)
+    out = {BASELINE: [full]}
+    for quantize, count, interval, threshold in product(kinds, skipped, INTERVALS, THRESHOLDS):
+        name = f"{quantize or 'clasp'}-M{count}-LOI{interval}-DET{threshold:g}"
+        out[name] = [StageSpec(name=name, drafter="clasp", model=model, dtype=dtype, threads=threads, quantize=quantize,
+                               num_skipped_layers=count, layer_opt_interval=interval, draft_exit_threshold=threshold),
+                     full]
+    if "int8" in kinds:
+        out["int8"] = [StageSpec(name="int8", model=model, dtype=dtype, threads=threads, quantize="int8"), full]
+    return out
+
+
+def pipeline(stages: Sequence[StageSpec], lookahead: int) -> PipelineSpec:
+    return chain(stages, lookahead) if len(stages) > 1 else PipelineSpec.alone(stages[0])
+
+
+@dataclass
+class Bench:
+    """Real runs of configurations, kept run by run; no process is started for what is there.
+
+    out : folder of the traces; tick : called with a few words before each prompt
+    """
+
+    stages: list[StageSpec]
+    lookahead: int
+    out: Path
+    tick: Callable[[str], None]
+    _fleet: Fleet | None = None
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+
+    @property
+    def fleet(self) -> Fleet:
+        if self._fleet is None:
+            self._fleet = Fleet(self.stages).__enter__()
+        return self._fleet
+
+    def measure(self, configurations: dict[str, list[StageSpec]], prompts: Sequence[Prompt], name: str, *,
+                max_new_tokens: int, repeats: int) -> dict[str, Trace]:
+        """Every configuration on every prompt, in turns."""
+        folder = self.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        pipelines = {name: pipeline(stages, self.lookahead) for name, stages in configurations.items()}
+        traces = {name: self._open(folder / f"{name}.jsonl", spec) for name, spec in pipelines.items()}
+        for repeat, (n, prompt) in product(range(repeats), enumerate(prompts)):
+            self.tick(f"study: {folder.name}, run {repeat * len(prompts) + n + 1} of {repeats * len(prompts)}")
+            for name, spec in pipelines.items():
+                number = repeat * len(prompts) + n
+                if all(done.prompt != number for done in traces[name].prompts):
+                    made = self.fleet.run_prompt(spec, prompt, max_new_tokens=max_new_tokens, number=number,
+                                                 repeat=repeat)
+                    with TraceWriter(folder / f"{name}.jsonl", traces[name]) as writer:
+                        writer.append(*made)
+                    traces[name].add(*made)
+        return traces
+
+    def _open(self, path: Path, spec: PipelineSpec) -> Trace:
+        there = path.exists() and path.stat().st_size
+        return load_trace(path)[0] if there else new_trace(self.fleet.configure(spec))
+
+
+def best(traces: dict[str, Trace], kind: str) -> str:
+    """The fastest configuration whose name begins with ``kind``, ratio of totals."""
+    speeds = {name: metrics.tokens_per_s(trace.prompts) or 0.0 for name, trace in traces.items()
+              if name.startswith(f"{kind}-")}
+    return max(speeds, key=lambda name: speeds[name])
+
+
+def speed_up(mine: Sequence[PromptRecord], base: Sequence[PromptRecord]) -> tuple[float, tuple[float, float]]:
+    """Of the ratio of totals, and its 90% interval over prompts (the same prompts on both sides)."""
+    ours, theirs = ({p.name: p for p in mean_of_repeats(found)} for found in (mine, base))
+    pairs = np.array([(ours[name].total_s / len(ours[name].tokens), theirs[name].total_s / len(theirs[name].tokens),
+                       len(theirs[name].tokens)) for name in ours])
+    pick = np.random.default_rng(0).integers(0, len(pairs), size=(4000, len(pairs)))
+    drawn = pairs[pick]
+    ratios = (drawn[..., 1] * drawn[..., 2]).sum(-1) / (drawn[..., 0] * drawn[..., 2]).sum(-1)
+    low, high = np.quantile(ratios, [0.05, 0.95])
+    total = (pairs[:, 1] * pairs[:, 2]).sum() / (pairs[:, 0] * pairs[:, 2]).sum()
+    return float(total), (float(low), float(high))
+
+
+def summary(traces: dict[str, Trace]) -> list[dict[str, Any]]:
+    """Per configuration: speed-up with its interval, per category, time shares, acceptance, identical texts."""
+    base = traces[BASELINE].prompts
+    texts = {prompt.name: prompt.tokens for prompt in base}
+    out = []
+    for name, trace in traces.items():
+        total, interval = speed_up(trace.prompts, base)
+        by_category: dict[str, float] = {}
+        for category in sorted({prompt.category for prompt in base}):
+            mine, theirs = ([p for p in found if p.category == category] for found in (trace.prompts, base))
+            by_category[category] = speed_up(mine, theirs)[0]
+        out.append({
+            "name": name, "tokens_per_s": metrics.tokens_per_s(trace.prompts), "speedup": total, "interval": interval,
+            "by_category": by_category, "time_shares": time_shares(trace),
+            "acceptance_rate": metrics.acceptance_rate(metrics.link_figures(trace, 0)) if name != BASELINE else None,
+            "mean_acceptance_length": metrics.mean_acceptance_length(trace),
+            "identical_prompts": len({p.name for p in trace.prompts}
+                                     - {p.name for p in trace.prompts if p.tokens != texts[p.name]}),
+            "num_prompts": len(texts)})
+    return out
+
+
+def time_shares(trace: Trace) -> dict[str, float]:
+    """Of the wall time; ``between`` is what no step accounts for."""
+    wall = sum(prompt.total_s for prompt in trace.prompts)
+    spent: dict[str, float] = defaultdict(float)
+    target = len(trace.pipeline["stages"]) - 1
+    for step in trace.steps:
+        kind = step.kind if step.kind in ("prefill", "optimise", "draft") else "verify"
+        # The drafter reads the prompt; the target's first pass is a verification.
+        spent["verify" if kind == "prefill" and target and step.stage == target else kind] += step.duration_s
+    shares = {kind: seconds / wall for kind, seconds in spent.items()}
+    return shares | {"between": max(0.0, 1.0 - sum(shares.values()))}
+
+
+def run_all(model: str, dtype: str, skipped: Sequence[int], calibration: Sequence[Prompt],
+            evaluation: Sequence[Prompt], out: Path, *, lookahead: int, max_new_tokens: int,
+            tick: Callable[[str], None]) -> dict[str, Any]:
+    """Tune on one core, report on one core and on both."""
+    configurations = grid(model, dtype, skipped, threads=1)
+    stages = {stage.name: stage for found in configurations.values() for stage in found}
+    kinds = ("clasp", "int8") if dtype == "float32" else ("clasp",)
+    with Bench(list(stages.values()), lookahead, out, tick) as bench:
+        tuning = bench.measure(configurations, calibration, "tuning", repeats=1,
+                               max_new_tokens=min(TUNING_TOKENS, max_new_tokens))
+        found: dict[str, Any] = {"tuning": summary(tuning), "chosen": {kind: best(tuning, kind) for kind in kinds}}
+        wanted = [BASELINE, *found["chosen"].values(), *(["int8"] if "int8" in configurations else [])]
+        for threads in (1, 2)[: len(available_cores())]:
+            these = {name: [stage.model_copy(update={"threads": threads}) for stage in configurations[name]]
+                     for name in wanted}
+            traces = bench.measure(these, evaluation, f"evaluation-{threads}", repeats=REPEATS,
+                                   max_new_tokens=max_new_tokens)
+            found[f"evaluation-{threads}"] = summary(traces)
+    return found
