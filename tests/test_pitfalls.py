@@ -123,7 +123,9 @@ def test_every_option_changes_an_event(engine: Callable[[PipelineSpec], list[Any
 
 STAGE_OPTIONS: dict[str, Any] = {
     "name": "b", "model": "n", "drafter": "prompt-lookup", "device": "cpu:1", "dtype": "bfloat16", "quantize": "int8",
-    "threads": 2, "cores": (2,), "max_ngram": 4}
+    "threads": 2, "cores": (2,), "max_ngram": 4, "num_skipped_layers": 3, "layer_opt_interval": 7,
+    "draft_exit_threshold": 0.5, "kept_layers": (0,)}
+SKIPPING = {"num_skipped_layers", "layer_opt_interval", "draft_exit_threshold", "kept_layers"}
 
 
 @pytest.mark.parametrize("name", STAGE_OPTIONS)
@@ -131,11 +133,14 @@ def test_every_stage_option_changes_a_record(name: str, monkeypatch: pytest.Monk
     """Each option of a stage changes its name, what decides its tokens, what decides its times, or its
     cores; an option that is new needs an entry here."""
     monkeypatch.setattr(host, "available_cores", lambda: [0, 1, 2])
-    drafter = "prompt-lookup" if name == "max_ngram" else "model"
+    clasp = name in SKIPPING
+    drafter = "prompt-lookup" if name == "max_ngram" else "clasp" if clasp else "model"
 
     def told(**options: Any) -> tuple[Any, ...]:
         first = StageSpec(**{"name": "a", "model": "m", "drafter": drafter, **options})
-        cores = host.assign_cores(chain("pipelined", [first, stage("t", threads=1)]), scripted=False)
+        # A layer-skipping drafter has its verifier's model, and takes turns with it.
+        target = StageSpec(name="t", model="m") if clasp else stage("t", threads=1)
+        cores = host.assign_cores(chain("speculative" if clasp else "pipelined", [first, target]), scripted=False)
         return first.name, first.choice_key, first.time_key, cores
 
     assert set(STAGE_OPTIONS) == set(StageSpec.model_fields)
