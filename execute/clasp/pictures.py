@@ -27,7 +27,7 @@ def _figure(path: Path, size: tuple[float, float], panels: int = 1) -> Iterator[
             one.set_axisbelow(True)
         yield axes[0]
         figure.tight_layout()
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, bbox_inches="tight")
         plt.close(figure)
 
 
@@ -51,7 +51,9 @@ def draw_agreement(rows: Sequence[dict[str, Any]], num_layers: int, path: Path) 
             axes.set_xlabel(f"layers skipped, of {num_layers}")
             axes.set_xticks(sorted({row["skipped"] for row in rows}))
         panels[0].set_ylim(0, 1)
-        panels[0].legend(frameon=False, fontsize=10)
+        handles, labels = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(handles, labels, frameon=False, fontsize=10, ncols=4, loc="lower center",
+                                bbox_to_anchor=(0.5, 1.0))
 
 
 def draw_persistence(by_count: dict[str, list[dict[str, Any]]], path: Path) -> None:
