@@ -44,6 +44,16 @@ def test_formula_keeps_within_the_bounds(seed: int) -> None:
     assert proved.lower * 0.98 <= said <= proved.upper * 1.02
 
 
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_buffer_that_is_never_full_is_any_larger_one(k: int) -> None:
+    """Room for 512, 1,000 or 100,000 tokens is the same where windows are small."""
+    spec, profile = script().drawn(1, k=k)
+    speeds = [decomposed(spec.model_copy(update={"links": tuple(
+        link.model_copy(update={"buffer_tokens": room}) for link in spec.links)}), profile).tokens_per_s
+        for room in (512, 1000, 100_000)]
+    assert speeds == pytest.approx([speeds[0]] * 3)
+
+
 def test_predict_names_the_decomposition() -> None:
     """The same figure through ``predict``, which says which model answered; the same twice."""
     spec, profile = script().drawn(1)
