@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from execute.bench_report import throughput_ratio
 from execute.built_in import chain
 from execute.fleet import Fleet, new_trace
 from execute.host import available_cores
@@ -18,7 +17,7 @@ from execute.prompts import Prompt
 from pipespec_model import metrics
 from pipespec_model.metrics import mean_of_repeats
 from pipespec_model.spec import PipelineSpec, StageSpec
-from pipespec_model.trace import PromptRecord, Trace, TraceWriter, load_trace
+from pipespec_model.trace import Trace, TraceWriter, load_trace
 
 INTERVALS, THRESHOLDS = (16, 64), (0.0, 0.6)
 TUNING_TOKENS, REPEATS = 32, 2
@@ -101,30 +100,17 @@ def best(traces: dict[str, Trace], kind: str) -> str:
     return max(speeds, key=lambda name: speeds[name])
 
 
-def speed_up(mine: Sequence[PromptRecord], base: Sequence[PromptRecord]) -> tuple[float, tuple[float, float]]:
-    """Of the ratio of totals, and its 90% interval over prompts (the same prompts on both sides)."""
-    ours, theirs = ({p.name: p for p in mean_of_repeats(found)} for found in (mine, base))
-    pairs = np.array([(ours[name].total_s / len(ours[name].tokens), theirs[name].total_s / len(theirs[name].tokens),
-                       len(theirs[name].tokens)) for name in ours])
-    pick = np.random.default_rng(0).integers(0, len(pairs), size=(4000, len(pairs)))
-    drawn = pairs[pick]
-    ratios = (drawn[..., 1] * drawn[..., 2]).sum(-1) / (drawn[..., 0] * drawn[..., 2]).sum(-1)
-    low, high = np.quantile(ratios, [0.05, 0.95])
-    total = (pairs[:, 1] * pairs[:, 2]).sum() / (pairs[:, 0] * pairs[:, 2]).sum()
-    return float(total), (float(low), float(high))
-
-
 def summary(traces: dict[str, Trace]) -> list[dict[str, Any]]:
     """Per configuration: speed-up with its interval, per category, time shares, acceptance, identical texts."""
     base = traces[BASELINE].prompts
     texts = {prompt.name: prompt.tokens for prompt in base}
     out = []
     for name, trace in traces.items():
-        total, interval = speed_up(trace.prompts, base)
+        total, interval = throughput_ratio(mean_of_repeats(trace.prompts), mean_of_repeats(base))
         by_category: dict[str, float] = {}
         for category in sorted({prompt.category for prompt in base}):
             mine, theirs = ([p for p in found if p.category == category] for found in (trace.prompts, base))
-            by_category[category] = speed_up(mine, theirs)[0]
+            by_category[category] = throughput_ratio(mean_of_repeats(mine), mean_of_repeats(theirs))[0]
         out.append({
             "name": name, "tokens_per_s": metrics.tokens_per_s(trace.prompts), "speedup": total, "interval": interval,
             "by_category": by_category, "time_shares": time_shares(trace),
