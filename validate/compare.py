@@ -59,8 +59,8 @@ def predict(row: Row, profile: Profile, *, num_prompts: int, repeats: int) -> Pr
 
 
 def renewal_tokens_per_s(pipeline: PipelineSpec, profile: Profile) -> float | None:
-    """The exact formulas of two stages, with the calibration prompts' mean prefill before them; None outside
-    their range."""
+    """The formula that applies (pipespec_model.predict), with the target's mean prefill of the calibration prompts
+    before it; None where there is none."""
     prompts = float(np.mean([a.prompt_length for a in profile.agreement]))
     tokens = float(np.mean([a.num_tokens for a in profile.agreement]))
     try:
