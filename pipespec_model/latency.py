@@ -187,13 +187,36 @@ class Roofline:
         return {"kind": "roofline", **self.__dict__}
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """Another model's times, ``factor`` times as long: what if this stage were faster?"""
+
+    model: LatencyModel
+    factor: float
+
+    def __post_init__(self) -> None:
+        non_negative("factor", self.factor)
+
+    def mean_s(self, width: int, context: int) -> float:
+        return self.factor * self.model.mean_s(width, context)
+
+    def sample_s(self, width: int, context: int, draw: float) -> float:
+        return self.factor * self.model.sample_s(width, context, draw)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "scaled", "model": self.model.to_dict(), "factor": self.factor}
+
+
 def latency_from_dict(data: dict[str, Any]) -> LatencyModel:
     """The inverse of ``to_dict``; raises InputError for an unknown kind or key."""
-    kinds = {"constant": Constant, "affine": Affine, "table": Table, "empirical": Empirical, "roofline": Roofline}
-    rest = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    kinds = {"constant": Constant, "affine": Affine, "table": Table, "empirical": Empirical, "roofline": Roofline,
+             "scaled": Scaled}
+    rest: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     kind = rest.pop("kind", None)
     if kind not in kinds:
         raise InputError("latency.kind", f"must be one of {', '.join(kinds)}", kind)
+    if isinstance(data.get("model"), dict):
+        rest["model"] = latency_from_dict(data["model"])
     try:
         return kinds[kind](**rest)
     except TypeError as error:

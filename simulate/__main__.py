@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from scipy import stats
 
-from pipespec_model import metrics
-from pipespec_model.agreement import Agreement
 from pipespec_model.cli import make_folder, print_json, run
 from pipespec_model.errors import InputError
 from pipespec_model.profile import Profile, load_profile, recorded
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
-from pipespec_model.trace import Trace, load_trace, save_trace
+from pipespec_model.trace import load_trace, save_trace
 
 from .choose import choose_lookaheads
-from .run import agreements_for, simulate
+from .figures import figures
+from .run import agreements_for, replication_prompts, simulate
+from .sweep_command import sweep_command
 from .timeline import save_chrome_trace, save_timeline
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -48,7 +46,7 @@ def run_command(
         return
     traces, plain = [], []
     for number in range(seed, seed + replications):
-        prompts = _prompts(spec, known, num_prompts=num_prompts, num_tokens=num_tokens, seed=number)
+        prompts = replication_prompts(spec, known, num_prompts=num_prompts, num_tokens=num_tokens, seed=number)
         traces.append(simulate(spec, known, prompts, seed=number))
         # The same texts, by the target alone.
         target = [agreement.select([spec.target.choice_key]) for agreement in prompts]
@@ -103,53 +101,6 @@ def resolve_command(
     """Choose every ``auto`` lookahead by simulation and write the pipeline that ``execute`` can run."""
     dump_pipeline(chosen(load_pipeline(pipeline), load_profile(profile)), out)
     print(out)
-
-
-def _prompts(spec: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int, seed: int) -> list[Agreement]:
-    """A replication's prompts: synthetic ones, or the recorded ones resampled, so that the interval over
-    replications holds the luck of the prompts either way."""
-    found = agreements_for(spec, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
-    if not recorded(profile, spec):
-        return found
-    return [found[i] for i in np.random.default_rng(seed).integers(0, len(found), size=len(found))]
-
-
-def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict[str, Any]:
-    """Each figure as value and 90% interval over replications."""
-    speeds = [metrics.tokens_per_s(trace.prompts) or 0.0 for trace in traces]
-    baseline = [metrics.tokens_per_s(trace.prompts) or 0.0 for trace in plain]
-    uses = [metrics.stage_use(trace) for trace in traces]
-    links = []
-    for i, (a, b) in enumerate(zip(spec.stages, spec.stages[1:], strict=False)):
-        total = [metrics.link_figures(trace, i) for trace in traces]
-        links.append({
-            "link": f"{a.name}>{b.name}",
-            "acceptance_rate": _mean([metrics.acceptance_rate(x) for x in total]),
-            "accepted_fraction": _mean([metrics.accepted_fraction(x) for x in total]),
-            "wasted": _mean([metrics.ratio(x.wasted, x.drafted) for x in total if i in metrics.booked_links(spec)])})
-    return {
-        "pipeline": spec.label, "strategy": spec.strategy,
-        "lookahead": [link.lookahead for link in spec.links], "replications": len(traces),
-        "num_prompts": len(traces[0].prompts), "num_tokens": sum(len(p.tokens) for p in traces[0].prompts),
-        "tokens_per_s": _mean(speeds),
-        "speedup": _mean([a / b if b else None for a, b in zip(speeds, baseline, strict=True)]),
-        "mean_acceptance_length": _mean([metrics.mean_acceptance_length(trace) for trace in traces]),
-        "ttft_s": _mean([float(np.mean([p.ttft_s for p in trace.prompts])) for trace in traces]),
-        "stages": [{"name": stage.name, **{key: _mean([use[i][key] for use in uses]) for key in uses[0][i]}}
-                   for i, stage in enumerate(spec.stages)],
-        "links": links,
-    }
-
-
-def _mean(values: Sequence[float | None]) -> dict[str, Any]:
-    found = np.array([value for value in values if value is not None], dtype=float)
-    if not len(found):
-        return {"value": None, "interval": None}
-    interval = None
-    if len(found) > 1:
-        half = float(stats.t.ppf(0.95, len(found) - 1) * found.std(ddof=1) / np.sqrt(len(found)))
-        interval = [float(found.mean()) - half, float(found.mean()) + half]
-    return {"value": float(found.mean()), "interval": interval}
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -207,6 +158,9 @@ def trace_command(
     save_chrome_trace(shown, out / "trace.chrome.json")
     save_trace(shown, out / "trace.jsonl")
     print(out / "timeline.png")
+
+
+app.command("sweep")(sweep_command)
 
 
 def main(args: list[str] | None = None) -> None:

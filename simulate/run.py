@@ -64,6 +64,16 @@ def agreements_for(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int
     return [synthetic(names, models, num_tokens=num_tokens, seed=seed, prompt=i) for i in range(num_prompts)]
 
 
+def replication_prompts(spec: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int,
+                        seed: int) -> list[Agreement]:
+    """A replication's prompts: synthetic ones, or the recorded ones resampled, so that the interval over
+    replications holds the luck of the prompts either way."""
+    found = agreements_for(spec, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
+    if not recorded(profile, spec):
+        return found
+    return [found[i] for i in np.random.default_rng(seed).integers(0, len(found), size=len(found))]
+
+
 def forecast(trace: Trace, profile: Profile, *, num_prompts: int, repeats: int = 1) -> Forecast:
     """What ``num_prompts`` new prompts of the same kind would measure, each run ``repeats`` times.
 
