@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -107,7 +108,8 @@ def _stage_latency(steps: list[Sample], prefills: list[Sample]) -> tuple[StageLa
 
 def _rates(traces: list[Trace], latency: dict[str, StageLatency], beside: dict[int, dict[tuple[int, int], float]],
            ) -> tuple[Contention, ...]:
-    """Per set of stages: how fast a step goes there, as a share of how fast it goes alone.
+    """Per set of stages: how fast a step goes there, in a chain the first after another stage's, as a share of how
+    fast it goes alone.
 
     beside : by trace, the slowness of single steps around each of its prompts
 
@@ -121,9 +123,10 @@ def _rates(traces: list[Trace], latency: dict[str, StageLatency], beside: dict[i
         for i, (stage, key) in enumerate(zip(stages, group, strict=True)):
             if stage.block or key not in latency:
                 continue
-            alone = _scaled(trace, i, latency[key], {"alone"})
+            alone = _scaled(trace.steps, i, latency[key], {"alone"})
             alone = alone or [x for (_, at), x in beside.get(id(trace), {}).items() if at == i] or [1.0]
-            if found := _scaled(trace, i, latency[key], STEP_KINDS):
+            steps = _first_in_turn(trace) if trace.pipeline["strategy"] == "speculative" else trace.steps
+            if found := _scaled(steps, i, latency[key], STEP_KINDS):
                 ratios[group][key].append(float(np.median(found) / np.median(alone)))
     return tuple(Contention({key: min(1.0 / float(np.median(found)), 1.0) for key, found in members.items()})
                  for members in ratios.values() if members)
@@ -133,9 +136,16 @@ def _round(trace: Trace) -> int:
     return int(trace.options.get("round", -1))
 
 
-def _scaled(trace: Trace, i: int, latency: StageLatency, kinds: set[str]) -> list[float]:
+def _first_in_turn(trace: Trace) -> list[StepRecord]:
+    """A chain's steps that follow another stage's: those find their weights evicted from the caches."""
+    blocks = {i for i, stage in enumerate(PipelineSpec.from_dict(trace.pipeline).stages) if stage.block}
+    steps = sorted((step for step in trace.steps if step.stage not in blocks), key=lambda s: (s.prompt, _start(s)))
+    return [step for before, step in pairwise(steps) if before.prompt == step.prompt and before.stage != step.stage]
+
+
+def _scaled(steps: Sequence[StepRecord], i: int, latency: StageLatency, kinds: set[str]) -> list[float]:
     """Step times of stage ``i`` as multiples of what they are undisturbed."""
-    return [step.duration_s / latency.step.mean_s(step.width, step.context) for step in trace.steps
+    return [step.duration_s / latency.step.mean_s(step.width, step.context) for step in steps
             if step.stage == i and step.kind in kinds]
 
 

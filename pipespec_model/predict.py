@@ -55,7 +55,8 @@ def predict(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) -> Pr
                          "simulate it")
     (drafter, _, link), = pairs(pipeline)
     return synchronous_rounds(
-        draft_s=seconds_of(pipeline, profile, drafter, 1, context),
+        draft_s=seconds_of(pipeline, profile, drafter, 1, context) * profile.turn_rate(pipeline.stages, drafter),
+        first_draft_s=seconds_of(pipeline, profile, drafter, 1, context),
         verify_s=seconds_of(pipeline, profile, target, link.lookahead + 1, context),
         acceptance=profile.pair(drafter, target), window=link.lookahead,
         drafter_costs=profile.stage_costs(drafter, pipeline.strategy),
@@ -63,11 +64,14 @@ def predict(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) -> Pr
 
 
 def synchronous_rounds(*, draft_s: float, verify_s: float, acceptance: AcceptanceModel, window: int,
-                       drafter_costs: Costs | None = None, target_costs: Costs | None = None) -> Prediction:
+                       first_draft_s: float | None = None, drafter_costs: Costs | None = None,
+                       target_costs: Costs | None = None) -> Prediction:
     """Rounds of ``window`` drafts and a verification, one after the other.
 
     Leviathan et al.'s formula (closed_form.synchronous_tokens_per_s) with the time of a wide step, the costs
     between steps, and acceptance that may depend on the run of agreements before.
+
+    first_draft_s : of a round's first draft, which finds its weights evicted from the caches; None = as the others
 
     >>> from pipespec_model.acceptance import IID
     >>> round(synchronous_rounds(draft_s=0.01, verify_s=0.1, acceptance=IID(0.5), window=2).tokens_per_s, 4)
@@ -92,8 +96,9 @@ def synchronous_rounds(*, draft_s: float, verify_s: float, acceptance: Acceptanc
         kernel[state, min(run + 1, last)] += reach * rates[run]
         kernel[state, 0] += reach * (1 - rates[run])
     weight = stationary(kernel)
-    round_s = (window * draft_s + max(window - 1, 0) * a.turnaround_s + b.handover_s + verify_s + a.handover_s
-               + a.rollback_s * weight[last + 1])
+    first_s = draft_s if first_draft_s is None else first_draft_s
+    drafts_s = first_s + (window - 1) * (draft_s + a.turnaround_s) if window else 0.0
+    round_s = drafts_s + b.handover_s + verify_s + a.handover_s + a.rollback_s * weight[last + 1]
     per_round = float(weight @ tokens)
     return Prediction("synchronous rounds", per_round / float(round_s), per_round)
 

@@ -90,8 +90,8 @@ class Profile:
     acceptance : by pair, ``"drafter>verifier"`` in choice keys or stage names
     agreement : recorded choices of the calibration prompts; where a pipeline's stages all have
         rows here, they are used instead of ``acceptance``
-    turns : like contention, but of stages that work in turn: each evicts the others' weights from
-        the caches
+    turns : like contention, but of stages that work in turn, and of a stage's first step after another
+        one's: that has evicted its weights from the caches
     timing_spread : relative standard error of the machine's mean speed during calibration
     slowness : by stage key, with the cores and without: how many times slower than undisturbed the machine
         was during calibration, as increasing quantiles; no entry = never disturbed
@@ -154,7 +154,7 @@ class Profile:
         return out
 
     def turn_rate(self, stages: Sequence[StageSpec], stage: StageSpec) -> float:
-        """Rate of progress of ``stage`` in a chain of ``stages``; 1 where it was not measured."""
+        """Rate of the first step of ``stage`` after another one's in a chain of ``stages``; 1 where not measured."""
         keys = frozenset(self.rate_key(item) for item in stages if not item.block)
         for entry in self.turns:
             if frozenset(entry.rates) == keys:

@@ -333,7 +333,8 @@ def renewal(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) -> Re
 
 
 def seconds_of(pipeline: PipelineSpec, profile: Profile, stage: StageSpec, width: int, context: int) -> float:
-    """Mean time of a stage's step in a pipeline: disturbed as in calibration, beside or after the others."""
+    """Mean time of a stage's step in a pipeline: disturbed as in calibration, beside the others or, in a chain, the
+    first after another one's."""
     key = profile.rate_key(stage)
     rate = 1.0
     if pipeline.strategy == "pipelined":

@@ -132,6 +132,7 @@ class PromptRun:
         self.costs = [self.profile.stage_costs(spec, self.pipeline.strategy) for spec in specs]
         chain = self.pipeline.strategy == "speculative"
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
+        self.computed_last: int | None = None
         if self.slowness is None:
             # One draw for all stages: what disturbs a machine disturbs most of its cores.
             draw = uniform(self.seed, self.prompt, 0, MACHINE) if self.spread else None
@@ -182,7 +183,7 @@ class PromptRun:
         """A layer-skipping drafter is told at a round's start which layers the last token can do without."""
         assert self.slowness is not None
         start = self.env.now
-        yield self.computing.run(i, to_ns(self.costs[i].optimise_s * self.slowness[i] / self.turn_rates[i]))
+        yield self.computing.run(i, to_ns(self.costs[i].optimise_s * self.slowness[i] / self._turn_rate(i)))
         self.steps.append(StepRecord(
             prompt=self.prompt, stage=i, kind="optimise", start_s=start / NS, duration_s=(self.env.now - start) / NS,
             position=step.position, context=step.cached, width=0, drafts=0, accepted=0, emitted=0, epoch=step.epoch))
@@ -216,8 +217,15 @@ class PromptRun:
             seconds = model.mean_s(width, cached)
         self.num_steps[i] += 1
         assert self.slowness is not None
-        seconds *= self.slowness[i] / self.turn_rates[i]
+        seconds *= self.slowness[i] / self._turn_rate(i)
         return to_ns(seconds + (self.costs[i].rollback_s if step.rolled_back else 0.0))
+
+    def _turn_rate(self, i: int) -> float:
+        """Of a chain's step: slower where another stage has computed since this one's last."""
+        rate = 1.0 if self.computed_last in (None, i) else self.turn_rates[i]
+        if not self.pipeline.stages[i].block:
+            self.computed_last = i
+        return rate
 
     def _finish(self, i: int, step: Step, tokens: list[int], start: int) -> None:
         stage = self.stages[i]

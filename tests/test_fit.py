@@ -165,11 +165,19 @@ def test_a_model_that_drafts_for_itself_is_undisturbed_when_alone():
 
 
 def test_rates_of_taking_turns_come_back():
-    """A chain whose target runs at 0.8 of its speed alone gives that rate, and the drafter's 1."""
-    truth = constants(turns=(Contention({KEYS[0]: 1.0, KEYS[1]: 0.8}),))
+    """A chain whose first step after the other stage's goes at 0.5 and 0.8 of its speed alone gives those rates,
+    though most drafts follow one of their own stage."""
+    rates = {KEYS[0]: 0.5, KEYS[1]: 0.8}
     # Prefill counts as no step here, so a verification of any width is compared with width 1.
-    (turns,) = fit(traces(truth)).turns
-    assert turns.rates == pytest.approx({KEYS[0]: 1.0, KEYS[1]: 0.8}, rel=TIGHT)
+    (turns,) = fit(traces(constants(turns=(Contention(rates),)))).turns
+    assert turns.rates == pytest.approx(rates, rel=TIGHT)
+
+
+def test_a_stage_is_slow_only_after_another_ones_turn():
+    """Drafts at half speed after the target's turn: 2 ms, then 1 and 1; the target, always after a draft, 5 ms."""
+    made = traces(constants(turns=(Contention({KEYS[0]: 0.5, KEYS[1]: 0.8}),)), rate=1.0)[-1]
+    steps = sorted((s for s in made.steps if s.prompt == 0 and s.kind != "prefill"), key=lambda s: s.start_s)
+    assert [round(1e3 * s.duration_s, 6) for s in steps[2:10]] == [2.0, 1.0, 1.0, 5.0] * 2
 
 
 def test_steps_that_include_a_wait_are_not_step_times():

@@ -19,7 +19,7 @@ from simulate.engine import PromptRun
 STAGES = [{"name": "d", "model": "small"}, {"name": "t", "model": "large"}]
 ACCEPTANCE = Markov(0.9, 0.5)
 PROFILE = Profile({"d": StageLatency(Constant(0.013)), "t": StageLatency(Affine(0.1, 0.12, 0.001))},
-                  acceptance={"d>t": ACCEPTANCE},
+                  acceptance={"d>t": ACCEPTANCE}, turns=(Contention({"d": 0.6, "t": 0.9}),),
                   costs={"*": Costs(turnaround_s=0.0004, handover_s=0.0011, rollback_s=0.002)})
 
 
