@@ -1,20 +1,15 @@
 """Fair comparison: the same devices put to their best other use, and what a token costs.
 
 A pipeline holds several devices, so its plain speed-up over the target alone compares unequal spending.  Here the
-other side gets the same devices: the target sharded over them, that target with its drafter in turn, or
-independent replicas of it (throughput only: no single answer comes faster).  Assumes devices of one kind and one
+other side gets the same devices: the target sharded over them, or independent replicas of it (throughput only:
+no single answer comes faster); the synchronous use of them is in uses.py.  Assumes devices of one kind and one
 request at a time on each side.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-
-from .acceptance import IID
 from .errors import InputError
 from .latency import non_negative
-from .pays import Pair, best_lookahead
-from .predict import synchronous_rounds
 
 # The share of a one-token step that sharding does not shorten: Llama-3.1-8B in bfloat16 on 1, 2, 4, 8 A100-80GB at
 # batch 1 makes 93.83, 149.10, 217.21, 276.01 tokens/s (README of gpt-fast, "Tensor Parallelism"), which gives 0.26,
@@ -66,44 +61,6 @@ def speedup_over_sharded_target(tokens_per_s: float, target_tokens_per_s: float,
     """
     gain = sharding_gain(devices, serial_share) / sharding_gain(target_devices, serial_share)
     return tokens_per_s / (_positive("target_tokens_per_s", target_tokens_per_s) * gain)
-
-
-@dataclass(frozen=True)
-class Uses:
-    """Tokens per second of one answer, by what the same devices do.
-
-    autoregressive : the target sharded over all of them
-    synchronous : the same, and the drafter on one of them, in turn; the best window
-    pipelined : drafter and target at once, each on its own; the best lookahead
-    """
-
-    autoregressive: float
-    synchronous: float
-    pipelined: float
-
-    @property
-    def best(self) -> str:
-        """Name of the fastest; of equals the simplest."""
-        speeds = asdict(self)
-        return next(name for name, speed in speeds.items() if speed >= (1 - 1e-9) * max(speeds.values()))
-
-
-def uses_of_two_devices(pair: Pair, *, serial_share: float = SERIAL_SHARE) -> Uses:
-    """What one device for each of a pair is worth, used in three ways; ``pair.lookahead`` is chosen anew.
-
-    serial_share : as in ``sharding_gain``; of every step of the target, whatever its width
-
-    >>> uses_of_two_devices(Pair(0.03, (0.1,) * 9, 0.9)).best
-    'pipelined'
-    >>> uses_of_two_devices(Pair(0.03, (0.1,) * 9, 0.1)).best
-    'autoregressive'
-    """
-    gain = sharding_gain(2, serial_share)
-    rounds = [synchronous_rounds(draft_s=pair.draft_s, verify_s=verify_s / gain, window=window,
-                                 acceptance=IID(pair.acceptance_rate)).tokens_per_s
-              for window, verify_s in enumerate(pair.verify_s) if window]
-    return Uses(autoregressive=gain / pair.verify_s[0], synchronous=max(rounds),
-                pipelined=replace(pair, lookahead=best_lookahead(pair)).solve().tokens_per_s)
 
 
 def throughput_against_replicas(tokens_per_s: float, target_tokens_per_s: float, devices: int,

@@ -155,11 +155,13 @@ class Empirical:
 
 @dataclass(frozen=True)
 class Roofline:
-    """An ESTIMATE from a model's size and a device's peaks: the larger of the time to read the
-    weights and cache and the time to multiply.  No kernel reaches both peaks; measure instead.
+    """An ESTIMATE from a model's size and a device's peaks: the largest of the time to read the weights and
+    cache, the time to multiply, and the host's time to start kernels.  Measure instead (docs/estimates.md).
 
-    weight_bytes, cache_bytes_per_token : read every step
+    weight_bytes, cache_bytes_per_token : read every step, the latter for each token of context
     flops_per_token : about 2 per weight
+    flops_per_cached_token : attention's, by token and token of context
+    overhead_s : added to every step; launch_s : no step is shorter
     """
 
     weight_bytes: float
@@ -168,6 +170,8 @@ class Roofline:
     flops_per_s: float
     cache_bytes_per_token: float = 0.0
     overhead_s: float = 0.0
+    flops_per_cached_token: float = 0.0
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -177,8 +181,9 @@ class Roofline:
                 raise InputError(name, "must be > 0", getattr(self, name))
 
     def mean_s(self, width: int, context: int) -> float:
-        memory = (self.weight_bytes + self.cache_bytes_per_token * context) / self.bandwidth_bytes_per_s
-        return self.overhead_s + max(memory, width * self.flops_per_token / self.flops_per_s)
+        memory_s = (self.weight_bytes + self.cache_bytes_per_token * context) / self.bandwidth_bytes_per_s
+        flops = width * (self.flops_per_token + self.flops_per_cached_token * context)
+        return self.overhead_s + max(memory_s, flops / self.flops_per_s, self.launch_s)
 
     def sample_s(self, width: int, context: int, draw: float) -> float:
         return self.mean_s(width, context)

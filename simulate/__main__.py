@@ -15,6 +15,7 @@ from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import load_trace, save_trace
 
 from .choose import choose_lookaheads
+from .estimate import estimate_command
 from .figures import figures
 from .run import agreements_for, replication_prompts, simulate
 from .sweep_command import sweep_command
@@ -161,6 +162,7 @@ def trace_command(
 
 
 app.command("sweep")(sweep_command)
+app.command("estimate")(estimate_command)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -7,9 +7,7 @@ import doctest
 import pytest
 
 from pipespec_model import fair
-from pipespec_model.closed_form import synchronous_tokens_per_s
 from pipespec_model.errors import InputError
-from pipespec_model.pays import Pair
 
 # Tokens per second by number of A100-80GB, batch 1, bfloat16 (README of gpt-fast, "Tensor Parallelism").
 LLAMA_3_8B = {1: 93.83, 2: 149.10, 4: 217.21, 8: 276.01}
@@ -19,7 +17,7 @@ LLAMA_2_70B = {2: 21.32, 4: 38.01, 8: 62.50}
 def test_doctests_run():
     """The examples in the documentation are true, and every public function has one."""
     found = doctest.testmod(fair)
-    assert found.attempted >= 8
+    assert found.attempted >= 6
     assert found.failed == 0
 
 
@@ -48,29 +46,6 @@ def test_one_share_follows_a_measurement_over_devices():
         gain = fair.sharding_gain(n, 0.065) / fair.sharding_gain(2, 0.065)
         assert gain == pytest.approx(speed / LLAMA_2_70B[2], rel=0.02)
     assert fair.sharding_gain(8, 0.0) > 2 * LLAMA_3_8B[8] / LLAMA_3_8B[1]
-
-
-def test_the_three_uses_are_their_own_formulas():
-    """Sharded, in turn and at once: each is what its formula says, with the best window or lookahead."""
-    pair = Pair(0.02, (0.1,) * 9, 0.8)
-    plain = fair.uses_of_two_devices(pair, serial_share=1.0)
-    assert plain.autoregressive == pytest.approx(10.0)
-    assert plain.synchronous == pytest.approx(max(synchronous_tokens_per_s(0.8, w, 0.2, 0.1) for w in range(1, 9)))
-    assert plain.pipelined == pytest.approx(pair.solve().tokens_per_s)
-    sharded = fair.uses_of_two_devices(pair, serial_share=0.0)
-    assert sharded.autoregressive == pytest.approx(20.0)
-    assert sharded.synchronous == pytest.approx(max(synchronous_tokens_per_s(0.8, w, 0.4, 0.05) for w in range(1, 9)))
-    assert sharded.pipelined == plain.pipelined
-
-
-def test_each_use_wins_somewhere():
-    """A drafter that is hardly ever right: shard; right and not too cheap: pipeline; almost free: in turn."""
-    def best(draft_s: float, rate: float) -> str:
-        return fair.uses_of_two_devices(Pair(draft_s, (0.1,) * 9, rate)).best
-
-    assert best(0.03, 0.1) == "autoregressive"
-    assert best(0.03, 0.9) == "pipelined"
-    assert best(0.001, 0.7) == "synchronous"
 
 
 def test_energy_is_additive_over_stages_and_linear_in_busy_time():

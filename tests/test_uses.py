@@ -1,0 +1,41 @@
+"""Which use of two devices wins."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from pipespec_model import uses
+from pipespec_model.closed_form import synchronous_tokens_per_s
+from pipespec_model.pays import Pair
+
+
+def test_doctests_run():
+    """The examples in the documentation are true."""
+    found = doctest.testmod(uses)
+    assert found.attempted >= 2
+    assert found.failed == 0
+
+
+def test_the_three_uses_are_their_own_formulas():
+    """Sharded, in turn and at once: each is what its formula says, with the best window or lookahead."""
+    pair = Pair(0.02, (0.1,) * 9, 0.8)
+    plain = uses.uses_of_two_devices(pair, serial_share=1.0)
+    assert plain.autoregressive == pytest.approx(10.0)
+    assert plain.synchronous == pytest.approx(max(synchronous_tokens_per_s(0.8, w, 0.2, 0.1) for w in range(1, 9)))
+    assert plain.pipelined == pytest.approx(pair.solve().tokens_per_s)
+    sharded = uses.uses_of_two_devices(pair, serial_share=0.0)
+    assert sharded.autoregressive == pytest.approx(20.0)
+    assert sharded.synchronous == pytest.approx(max(synchronous_tokens_per_s(0.8, w, 0.4, 0.05) for w in range(1, 9)))
+    assert sharded.pipelined == plain.pipelined
+
+
+def test_each_use_wins_somewhere():
+    """A drafter that is hardly ever right: shard; right and not too cheap: pipeline; almost free: in turn."""
+    def best(draft_s: float, rate: float) -> str:
+        return uses.uses_of_two_devices(Pair(draft_s, (0.1,) * 9, rate)).best
+
+    assert best(0.03, 0.1) == "autoregressive"
+    assert best(0.03, 0.9) == "pipelined"
+    assert best(0.001, 0.7) == "synchronous"
