@@ -1,7 +1,7 @@
 """Hold roofline estimates against measured step times.
 
-    python scripts/estimate_errors.py published DIR      the published PipeSpec runs (files as in docs/published-runs.md)
-    python scripts/estimate_errors.py compiled           gpt-fast's published table, copied below
+    python scripts/estimate_errors.py published DIR         the published PipeSpec runs (docs/published-runs.md)
+    python scripts/estimate_errors.py compiled              gpt-fast's published table, copied below
     python scripts/estimate_errors.py here [--repeats 40]   this machine and the built-in model, one thread
 
 Each row is a measured step beside its estimate.  A row marked "fitted" gave a runtime of devices.json its constant.
