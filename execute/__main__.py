@@ -24,6 +24,7 @@ from .fleet import Fleet, new_trace
 from .host import assign_cores
 from .loading import end_of_sequence, load_tokenizer
 from .peer import PEERS
+from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
 from .vocabulary import common_vocabulary
 from .zoo import BUILT_IN
@@ -47,7 +48,7 @@ def run_command(
     spec.require_lookaheads()  # before a model is loaded
     if out is not None:
         make_folder(out)
-    with Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
+    with Fleet(spec.stages, vocabulary=common_vocabulary([spec]), apart=stages_apart([spec])) as fleet:
         resolved = fleet.configure(spec)
         trace = new_trace(resolved, options={"max_new_tokens": max_new_tokens})
         writer = _open(out, resolved, trace)
@@ -111,7 +112,7 @@ def calibrate_command(
     alone = PipelineSpec.alone(spec.target)
     wanted = [alone] if spec == alone else [alone, spec]
     bar, advance = progress_bar(8.0 * (len(chosen) + 1))
-    with bar, Fleet(spec.stages, vocabulary=common_vocabulary([spec])) as fleet:
+    with bar, Fleet(spec.stages, vocabulary=common_vocabulary([spec]), apart=stages_apart([spec])) as fleet:
         profile, traces = calibrate(fleet, wanted, chosen, max_new_tokens=max_new_tokens,
                                     tick=lambda text: advance(text, 8.0))
     save_profile(profile, out / "profile.json")

@@ -21,7 +21,7 @@ from pipespec_model.trace import PromptRecord, StepRecord, Trace, TraceWriter
 from .fleet import Fleet, new_trace
 from .host import assign_cores
 from .peer import Peer, has_twin
-from .processes import processes_for
+from .processes import processes_for, stages_apart
 from .prompts import Prompt
 from .vocabulary import common_vocabulary
 
@@ -112,7 +112,8 @@ def bench(pipelines: Mapping[str, PipelineSpec], prompts: Sequence[Prompt], *, m
     stages = processes_for(pipelines)
     with ExitStack() as stack:
         advance(f"starting {len(stages)} stage processes", 0.0)
-        fleet = stack.enter_context(Fleet(stages, vocabulary=common_vocabulary(pipelines.values())))
+        fleet = stack.enter_context(Fleet(stages, vocabulary=common_vocabulary(pipelines.values()),
+                                          apart=stages_apart(pipelines.values())))
         for spec in pipelines.values():
             fleet.check_fits(spec, prompts, max_new_tokens)
         contenders = [Contender(name, spec, fleet, new_trace(fleet.configure(spec), options=options))

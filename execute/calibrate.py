@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
 from pipespec_model.agreement import Agreement
+from pipespec_model.between import OPTION
 from pipespec_model.fit import fit
 from pipespec_model.profile import Profile
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
@@ -84,7 +85,7 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
 
 def _run(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int,
          agreement: Agreement | None) -> Trace:
-    trace = new_trace(fleet.configure(pipeline))
+    trace = new_trace(fleet.configure(pipeline), options={OPTION: fleet.entry_bytes(pipeline)})
     trace.add(*fleet.run_probed(pipeline, prompt, max_new_tokens=max_new_tokens, agreement=agreement))
     return trace
 
@@ -100,16 +101,22 @@ def distinct_stages(pipelines: Iterable[PipelineSpec]) -> list[StageSpec]:
 
 
 def computing_sets(pipelines: Iterable[PipelineSpec]) -> list[tuple[StageSpec, ...]]:
-    """Every pair, and the whole, of the stages that compute at once in some pipeline."""
+    """Every pair, and the whole, of the stages that compute at once in some pipeline, if they make one: a
+    layer-skipping drafter does so only before its own model."""
     found: dict[frozenset[str], tuple[StageSpec, ...]] = {}
     for pipeline in pipelines:
         if pipeline.strategy != "pipelined":
             continue
         stages = [stage for stage in pipeline.stages if not stage.block]
         for group in [*combinations(stages, 2), tuple(stages)]:
-            if len({stage.time_key for stage in group}) == len(group) > 1:
+            if len({stage.time_key for stage in group}) == len(group) > 1 and _makes_sense(group):
                 found.setdefault(frozenset(stage.time_key for stage in group), group)
     return list(found.values())
+
+
+def _makes_sense(group: Sequence[StageSpec]) -> bool:
+    before_own = all(not a.clasp or (a.model, a.dtype) == (b.model, b.dtype) for a, b in pairwise(group))
+    return before_own and not group[-1].clasp
 
 
 def reference_runs(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:

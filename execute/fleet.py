@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -24,9 +24,10 @@ from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
 from . import worker
 from .host import host, place, versions
-from .processes import end_process, shared_processes, start
+from .processes import end_process, shared_processes, start, whole_models
 from .prompts import Prompt
 from .scripted import Script, Wrong
+from .shared import Shared
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
@@ -37,16 +38,19 @@ class Fleet:
 
     scripts : stages that replay instead of computing, by name
     vocabulary : logits beyond this are padding
+    apart : names of the layer-skipping drafters that have a process of their own (processes.stages_apart)
     """
 
     def __init__(self, stages: Iterable[StageSpec], *, scripts: Mapping[str, Script | Wrong] | None = None,
-                 vocabulary: int | None = None) -> None:
+                 vocabulary: int | None = None, apart: Collection[str] = ()) -> None:
         self.stages = {stage.name: stage for stage in stages}
+        self.apart = frozenset(apart)
         self.scripts = dict(scripts or {})
         self.vocabulary = vocabulary
         self.processes: dict[str, BaseProcess] = {}
         self.connections: dict[str, Connection] = {}
         self.context_limits: dict[str, int | None] = {}
+        self._entry_bytes: dict[str, int] = {}
         self._mail: dict[str, deque[tuple[Any, ...]]] = {name: deque() for name in self.stages}
         self._asked: PipelineSpec | None = None
         self._configured: PipelineSpec | None = None
@@ -62,12 +66,14 @@ class Fleet:
         for i, a in enumerate(names):
             for b in names[i + 1 :]:
                 ends[a][b], ends[b][a] = context.Pipe()
+        shared = {name: Shared.make() for name in self.apart}
         try:
-            for group in shared_processes(self.stages.values()):
+            for group in shared_processes(self.stages.values(), self.apart):
                 seats = []
                 for stage in group:
                     self.connections[stage.name], theirs = context.Pipe()
-                    seats.append(worker.Seat(stage, self.scripts.get(stage.name), theirs, ends[stage.name]))
+                    seats.append(worker.Seat(stage, self.scripts.get(stage.name), theirs, ends[stage.name],
+                                             self._memory_of(stage, shared)))
                 process = context.Process(target=worker.main, name=group[0].name, daemon=True,
                                           args=(seats, self.vocabulary))
                 start(process)
@@ -81,7 +87,15 @@ class Fleet:
         except BaseException:
             self.close()
             raise
+        finally:
+            for memory in shared.values():
+                memory.close()
         return self
+
+    def _memory_of(self, stage: StageSpec, shared: dict[str, Shared]) -> dict[str, Shared]:
+        """What of the shared memory, by drafter, a stage reads or writes."""
+        return {name: memory for name, memory in shared.items()
+                if name == stage.name or stage.name in whole_models(self.stages[name], [stage])}
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -175,11 +189,16 @@ class Fleet:
             self._send(stage.name, "configure", pipeline, i, placed.stages[i].cores)
         stages = []
         for stage in placed.stages:
-            _, threads = self._receive(stage.name, "configured", timeout_s=60)
+            _, threads, self._entry_bytes[stage.name] = self._receive(stage.name, "configured", timeout_s=60)
             stages.append(stage.model_copy(update={"threads": threads}))
         self._asked = pipeline
         self._configured = pipeline.model_copy(update={"stages": tuple(stages)})
         return self._configured
+
+    def entry_bytes(self, pipeline: PipelineSpec) -> dict[str, int]:
+        """Of one token's cache entries, by the name of the stage that hands them over."""
+        return {stage.name: self._entry_bytes[stage.name] for i, stage in enumerate(pipeline.stages)
+                if pipeline.hands_over(i)}
 
     def place(self, pipeline: PipelineSpec) -> PipelineSpec:
         """The pipeline with every stage's cores filled in; nothing is sent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from multiprocessing.process import BaseProcess
 
 from pipespec_model.errors import InputError
@@ -23,22 +23,47 @@ def processes_for(pipelines: Mapping[str, PipelineSpec]) -> list[StageSpec]:
     return list(found.values())
 
 
-def shared_processes(stages: Iterable[StageSpec]) -> list[list[StageSpec]]:
+def stages_apart(pipelines: Iterable[PipelineSpec]) -> frozenset[str]:
+    """Names of the layer-skipping drafters that need a process of their own: those of pipelines.
+
+    Raises InputError for one that works in a chain too.
+    """
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for spec in pipelines:
+        for stage in spec.stages[:-1]:
+            if stage.clasp:
+                found[spec.strategy == "pipelined"].add(stage.name)
+    for name in found[True] & found[False]:
+        raise InputError(f"stage {name!r} with drafter clasp", "must be pipelined in all pipelines or in none", name,
+                         "rename one of the two")
+    return frozenset(found[True])
+
+
+def shared_processes(stages: Iterable[StageSpec], apart: Collection[str] = ()) -> list[list[StageSpec]]:
     """The stages of each process: one, or a model and the layer-skipping drafters that use its weights.
 
-    Raises InputError for such a drafter without its model, or with two of them.
+    apart : names of such drafters that have a process and weights of their own
+    Raises InputError for one without its model, or that shares a process with two of them.
     """
     stages = list(stages)
-    groups = {stage.name: [stage] for stage in stages if not stage.clasp}
+    groups = {stage.name: [stage] for stage in stages if not stage.clasp or stage.name in apart}
     for stage in stages:
         if stage.clasp:
-            whole = [other.name for other in stages if other.drafter == "model" and other.quantize is None
-                     and (other.model, other.dtype, other.device) == (stage.model, stage.dtype, stage.device)]
+            whole = whole_models(stage, stages)
+            if stage.name in apart and whole:
+                continue
+            whole = [name for name in whole if groups[name][0].device == stage.device]
             if len(whole) != 1:
                 raise InputError(f"stage {stage.name!r} with drafter clasp", "must have one stage with the whole model "
                                  "beside it", ", ".join(whole) or "none")
             groups[whole[0]].append(stage)
     return list(groups.values())
+
+
+def whole_models(drafter: StageSpec, stages: Iterable[StageSpec]) -> list[str]:
+    """Names of the stages that a layer-skipping drafter can draft for."""
+    return [stage.name for stage in stages if stage.drafter == "model" and stage.quantize is None
+            and (stage.model, stage.dtype) == (drafter.model, drafter.dtype)]
 
 
 def _loaded(stage: StageSpec) -> StageSpec:

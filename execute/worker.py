@@ -25,14 +25,15 @@ from typing import Any, Protocol, TypeVar
 
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
-from pipespec_model.layer_choice import LayerCalendar
 from pipespec_model.lookup import PromptLookup
-from pipespec_model.messages import Step
+from pipespec_model.messages import Entries, Step
 from pipespec_model.protocol import Stage
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
 from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
+from .shared import Shared
+from .skipping import Skipping, skipping
 from .timing import measure, prime, probe, uses_torch
 
 T = TypeVar("T")
@@ -95,11 +96,11 @@ class Worker:
     job: Job | None = None
     closing: bool = False
     steps: list[StepRecord] = field(default_factory=list)
-    calendar: LayerCalendar | None = None  # of a layer-skipping drafter
-    compute: ThreadPoolExecutor | None = None  # the one thread that computes, where stages share a process
+    skipping: Skipping = field(default_factory=Skipping)
+    pool: ThreadPoolExecutor | None = None  # the one thread that computes, where stages share a process
 
-    def _compute(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        return work(*args, **options) if self.compute is None else self.compute.submit(work, *args, **options).result()
+    def compute(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        return work(*args, **options) if self.pool is None else self.pool.submit(work, *args, **options).result()
 
     # -- commands -------------------------------------------------------------------------------
 
@@ -123,23 +124,22 @@ class Worker:
         for source in (self.parent, self.place.up, self.place.down):
             if source is not None:
                 self.inputs.register(source, selectors.EVENT_READ)
-        threads = self._compute(set_threads, stages[index].threads, cores, torch_loaded=uses_torch(self.runner))
-        self.parent.send(("configured", threads))
+        threads = self.compute(set_threads, stages[index].threads, cores, torch_loaded=uses_torch(self.runner))
+        self.parent.send(("configured", threads, getattr(self.runner, "bytes_per_token", 0)))
 
     def on_prompt(self, job: Job) -> None:
         assert self.place is not None
         self.job, self.closing, self.steps = job, False, []
         stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos, job.prompt)
         begin(self.runner, job, self.place)
-        if self.stage.clasp:
-            self.calendar = LayerCalendar(self.stage.layer_opt_interval)
+        self.skipping = skipping(stage, self.runner)
         self._generate(stage)
         if not stage.is_target:
             while not self.closing:
                 self._take(self.parent, stage)
         self._drain(stage)
         stage.settle()
-        self._send(stage)
+        self.send(stage)
         outcome = Outcome(job.run, asdict(stage.close()), self.steps, list(stage.sequence), self._ended())
         self.parent.send(("closed", outcome))
 
@@ -150,20 +150,20 @@ class Worker:
         ``stop_at``, at least one step; with 0 each width once.
         """
         prompt = (text * (1 + context // len(text)))[:context]
-        self._compute(prime, self.runner, prompt, text)
+        self.compute(prime, self.runner, prompt, text)
         self.parent.send(("primed",))
         _, windows = self.parent.recv()
         records: list[StepRecord] = []
         for start_at, stop_at in windows:
             time.sleep(max(0.0, start_at - time.perf_counter()))
             for width in widths if stop_at == 0 else cycle(widths):
-                records += self._compute(measure, self.runner, prompt, width, text)
+                records += self.compute(measure, self.runner, prompt, width, text)
                 if time.perf_counter() >= stop_at > 0:
                     break
         self.parent.send(("measured", records))
 
     def on_probe(self) -> None:
-        self.parent.send(("probed", self._compute(probe, self.runner)))
+        self.parent.send(("probed", self.compute(probe, self.runner)))
 
     def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
         if isinstance(self.runner, PromptLookup):
@@ -177,11 +177,11 @@ class Worker:
         if self.stage.clasp:
             from .clasp.agreement import own_choices
 
-            self.parent.send(("choices", self._compute(own_choices, self.runner, prompt, answer), []))
+            self.parent.send(("choices", self.compute(own_choices, self.runner, prompt, answer), []))
             return
         from .torch_runner import teacher_forced
 
-        self.parent.send(("choices", *self._compute(teacher_forced, self.runner, prompt, answer)))
+        self.parent.send(("choices", *self.compute(teacher_forced, self.runner, prompt, answer)))
 
     # -- one prompt -----------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Worker:
         while not stage.done and not self.closing:
             self._drain(stage)
             step = stage.next_step()
-            self._send(stage)
+            self.send(stage)
             if self.closing:
                 return
             if step is None:
@@ -201,32 +201,15 @@ class Worker:
             if self.job.stream and stage.is_target and len(stage.sequence) > told:
                 self.parent.send(("text", stage.sequence[told:]))
                 told = len(stage.sequence)
-        self._send(stage)
-
-    def _choose_layers(self, stage: Stage, step: Step) -> None:
-        """Before a round of a layer-skipping drafter: take over what was committed; when due, the layers."""
-        assert self.job is not None
-        assert self.calendar is not None
-        if stage.num_verdicts != self.runner.num_verdicts:
-            self.runner.num_verdicts = stage.num_verdicts
-            self._compute(self.runner.take_over, len(stage.sequence))
-        if not self.calendar.due(stage):
-            return
-        start = time.perf_counter()
-        self._compute(self.runner.optimise)
-        self.steps.append(StepRecord(
-            prompt=self.job.number, stage=stage.index, kind="optimise", start_s=start - self.job.clock,
-            duration_s=time.perf_counter() - start, position=step.position, context=self.runner.committed, width=0,
-            drafts=0, accepted=0, emitted=0, epoch=step.epoch))
+        self.send(stage)
 
     def _run_step(self, stage: Stage, step: Step) -> None:
         assert self.job is not None
-        if self.calendar is not None:
-            self._choose_layers(stage, step)
+        self.skipping.before_step(stage, step, self)
         before = len(stage.sequence)
         start = time.perf_counter()
         try:
-            tokens = list(step.proposal) if step.proposal else self._compute(self.runner.run, stage.sequence, step)
+            tokens = list(step.proposal) if step.proposal else self.compute(self.runner.run, stage.sequence, step)
         except Exception as error:
             raise RuntimeError(f"in {step.kind} at position {step.position}: {error}") from error
         end = time.perf_counter()
@@ -237,6 +220,19 @@ class Worker:
             width=step.width or len(tokens), drafts=len(step.drafts), accepted=accepted,
             emitted=len(stage.sequence) - before, epoch=step.epoch, rolled_back=step.rolled_back,
         ))
+        self.skipping.after_step(stage, step, self)
+
+    def timed(self, kind: str, step: Step, work: Callable[[], T], *, rows: int = 0) -> T:
+        """Work between steps; see skipping.Desk."""
+        assert self.job is not None
+        assert self.place is not None
+        start = time.perf_counter()
+        found = self.compute(work)
+        self.steps.append(StepRecord(
+            prompt=self.job.number, stage=self.place.index, kind=kind, start_s=start - self.job.clock,
+            duration_s=time.perf_counter() - start, position=step.position, context=step.cached, width=rows, drafts=0,
+            accepted=0, emitted=0, epoch=step.epoch))
+        return found
 
     def _ended(self) -> float:
         last = self.steps[-1] if self.steps else None
@@ -258,19 +254,30 @@ class Worker:
             self.closing = self.closing or message == ("close", self.job.run)
             return
         run, body = message
-        if run == self.job.run:
+        if run != self.job.run:
+            return
+        if isinstance(body, Entries):
+            self.skipping.receive(body)
+        else:
             stage.receive(body)
 
-    def _send(self, stage: Stage) -> None:
+    def send(self, stage: Stage) -> None:
         assert self.place is not None
-        assert self.job is not None
+        self.skipping.before_send(stage, self)
         up, down = stage.take_outbox()
         for verdict in up:
-            assert self.place.up is not None
-            self.place.up.send_bytes(pickle.dumps((self.job.run, verdict)))
+            self._post(self.place.up, verdict)
         if down is not None:
-            assert self.place.down is not None
-            self.place.down.send_bytes(pickle.dumps((self.job.run, down)))
+            self._post(self.place.down, down)
+
+    def tell_upstream(self, message: Entries) -> None:
+        assert self.place is not None
+        self._post(self.place.up, message)
+
+    def _post(self, neighbour: Connection | None, body: Any) -> None:
+        assert neighbour is not None
+        assert self.job is not None
+        neighbour.send_bytes(pickle.dumps((self.job.run, body)))
 
 
 def begin(runner: Any, job: Job, place: Placement) -> None:
@@ -309,6 +316,15 @@ def make_runner(stage: StageSpec, script: Script | Wrong | None, vocabulary: int
     return WrongRunner(runner) if script else runner
 
 
+def skipping_runner(seat: Seat, vocabulary: int | None) -> Any:
+    """Of one of the two who share memory: a layer-skipping drafter, or a stage that may draft with one."""
+    from .clasp.runner import ClaspRunner, FullRunner
+
+    if not seat.stage.clasp:
+        return FullRunner(seat.stage, vocabulary, seat.shared)
+    return ClaspRunner(seat.stage, FullRunner(seat.stage.whole, vocabulary), seat.shared[seat.stage.name])
+
+
 @dataclass
 class Seat:
     """One stage of a process, and the ends of its pipes."""
@@ -317,6 +333,8 @@ class Seat:
     script: Script | Wrong | None
     parent: Connection
     peers: dict[str, Connection]
+    shared: dict[str, Shared] = field(default_factory=dict)
+    """By the name of a layer-skipping drafter in a process of its own: it finds its verifier's entries there."""
 
 
 def main(seats: list[Seat], vocabulary: int | None) -> None:
@@ -334,22 +352,23 @@ def main(seats: list[Seat], vocabulary: int | None) -> None:
     first, *others = seats
     with reporting(first.parent):
         if not others:
-            runner = make_runner(first.stage, first.script, vocabulary)
+            runner = (skipping_runner(first, vocabulary) if first.shared
+                      else make_runner(first.stage, first.script, vocabulary))
             Worker(first.stage, first.parent, first.peers, runner).serve()
             return
         from .clasp.runner import ClaspRunner, FullRunner
 
         with ThreadPoolExecutor(1) as compute:
-            full = compute.submit(FullRunner, first.stage, vocabulary).result()
+            full = compute.submit(FullRunner, first.stage, vocabulary, first.shared).result()
             for seat in others:
                 drafter = compute.submit(ClaspRunner, seat.stage, full).result()
                 threading.Thread(target=_serve, args=(seat, drafter, compute), daemon=True).start()
-            Worker(first.stage, first.parent, first.peers, full, compute=compute).serve()
+            Worker(first.stage, first.parent, first.peers, full, pool=compute).serve()
 
 
 def _serve(seat: Seat, runner: Any, compute: ThreadPoolExecutor) -> None:
     with reporting(seat.parent):
-        Worker(seat.stage, seat.parent, seat.peers, runner, compute=compute).serve()
+        Worker(seat.stage, seat.parent, seat.peers, runner, pool=compute).serve()
         return
     os._exit(0)  # as any stage that failed, which has said so: the parent must not wait for it
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from .acceptance import AcceptanceModel, Markov
 from .agreement import NO_PROPOSAL, Agreement
+from .between import OPTION, Between, end_of, joined, start_of, undisturbed
 from .errors import InputError
 from .latency import Observed, fit_line, fit_table
 from .profile import Contention, Costs, Profile, StageLatency, costs_key
@@ -83,9 +84,9 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
     beside = {id(trace): probed_slowness(trace, computing) for trace in traces}
     if any(beside.values()):
         slow = _by_place(traces, beside)
+    costs = fit_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x})
     return replace(
-        computing, turns=_rates(chains, latency, beside),
-        costs=fit_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x}),
+        computing, turns=_rates(chains, latency, beside), costs=undisturbed(costs, computing),
         acceptance=_acceptance(agreement), agreement=tuple(agreement),
         slowness=_quantiles(slow), timing_spread=_spread(slow), origin="fitted", source=source,
     )
@@ -196,12 +197,13 @@ def fit_costs(traces: Sequence[Trace], rollback_s: Mapping[str, float] | None = 
         spec = PipelineSpec.from_dict(trace.pipeline)
         for prompt in trace.prompts:
             timed = [s for s in trace.steps if s.prompt == prompt.prompt and s.start_s is not None]
-            gaps[spec.strategy].add(spec, timed)
-            pooled.add(spec, timed)
+            for found in (gaps[spec.strategy], pooled):
+                found.add(spec, timed)
+                found.between.add(spec, timed, trace.options.get(OPTION, {}))
             stages[spec.strategy].update(stage.time_key for stage in spec.stages)
     return {
-        costs_key(strategy, key): found.costs(key, rollback_s.get(key, 0.0), pooled)
-        for strategy, found in gaps.items() for key in sorted(stages[strategy])
+        costs_key(strategy, key): seen.costs(key, rollback_s.get(key, 0.0), pooled)
+        for strategy, seen in gaps.items() for key in sorted(stages[strategy])
     }
 
 
@@ -212,7 +214,7 @@ class Gaps:
     start: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turnaround: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     handover: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    optimise: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    between: Between = field(default_factory=Between)
 
     def add(self, spec: PipelineSpec, steps: list[StepRecord]) -> None:
         """Book the gaps of one prompt.
@@ -221,20 +223,19 @@ class Gaps:
         a pipeline, of a neighbour), or else the stage's own step before.
         """
         pipelined = spec.strategy == "pipelined"
-        by_stage = [sorted((s for s in steps if s.stage == i), key=_start) for i in range(len(spec.stages))]
-        ends = [[_start(step) + step.duration_s for step in mine] for mine in by_stage]
+        by_stage = [joined((s for s in steps if s.stage == i), pipelined=pipelined) for i in range(len(spec.stages))]
+        ends = [[end_of(step) for step in mine] for mine in by_stage]
         for i, (stage, mine) in enumerate(zip(spec.stages, by_stage, strict=True)):
             key, own = stage.time_key, -1.0
             near = {i - 1, i + 1} & set(range(len(ends))) if pipelined else set(range(len(ends))) - {i}
-            self.optimise[key] += [step.duration_s for step in mine if step.kind == "optimise"]
             for step, next_own in zip(mine, ends[i], strict=True):
-                end, sender = max(((_last(ends[j], _start(step)), j) for j in near), default=(-1.0, i))
+                end, sender = max(((_last(ends[j], start_of(step)), j) for j in near), default=(-1.0, i))
                 if own < 0 and (pipelined or end < 0):
-                    self.start[key].append(_start(step))
+                    self.start[key].append(start_of(step))
                 elif end > own:
-                    self.handover[key].append((_start(step) - end) / abs(sender - i))
+                    self.handover[key].append((start_of(step) - end) / abs(sender - i))
                 else:
-                    self.turnaround[key].append(_start(step) - own)
+                    self.turnaround[key].append(start_of(step) - own)
                 own = next_own
 
     def costs(self, key: str, rollback_s: float, pooled: Gaps) -> Costs:
@@ -246,11 +247,7 @@ class Gaps:
         # Of a wait that the last message did not end, only part is hand-over: the short ones are whole.
         return Costs(start_s=_quantile(start, 0.5), turnaround_s=_quantile(turnaround, 0.5),
                      handover_s=_quantile(handover, 0.25), rollback_s=rollback_s,
-                     optimise_s=_quantile(self.optimise.get(key) or pooled.optimise.get(key, []), 0.5))
-
-
-def _start(step: StepRecord) -> float:
-    return step.start_s or 0.0
+                     **self.between.costs(key, pooled.between))
 
 
 def _last(ends: list[float], before: float) -> float:

@@ -9,18 +9,23 @@ from .protocol import Stage
 
 @dataclass(slots=True)
 class LayerCalendar:
-    """At the start of a round, once the text has grown by ``interval`` tokens since the last choice; the first
-    round drafts with layers that are evenly spread, for nothing has been verified yet."""
+    """Once the text has grown by ``interval`` tokens since the last choice: in a chain at the start of a round, so
+    that the first drafts with layers that are evenly spread, for nothing has been verified yet; in a pipeline after a
+    step of the verifier, its first included."""
 
     interval: int
     _seen_verdict: int = 0
     _next: int = 0
 
     def due(self, stage: Stage) -> bool:
-        """To be asked before each step; a yes counts as done."""
+        """In a chain; to be asked before each step of the drafter.  A yes counts as done."""
         new_round = stage.num_verdicts != self._seen_verdict
         self._seen_verdict = stage.num_verdicts
-        if not new_round or len(stage.sequence) < self._next:
+        return new_round and self.grown(len(stage.sequence))
+
+    def grown(self, length: int) -> bool:
+        """In a pipeline; to be asked after each step of the verifier, which now holds ``length`` tokens."""
+        if length < self._next:
             return False
-        self._next = len(stage.sequence) + self.interval
+        self._next = length + self.interval
         return True

@@ -36,6 +36,17 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Entries:
+    """Upstream, to a layer-skipping drafter in a process of its own: the cache entries of tokens ``start`` …
+    ``end`` − 1, prompt included, are there to be taken; before ``start`` they are as they were, and from ``end`` on
+    nothing is committed.  ``layers``: which to skip from now on; None = as before."""
+
+    start: int
+    end: int
+    layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass.
 

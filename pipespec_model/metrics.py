@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .spec import PipelineSpec
-from .trace import PromptRecord, StepRecord, Trace
+from .trace import BETWEEN_STEPS, PromptRecord, StepRecord, Trace
 
 
 def ratio(top: float, bottom: float) -> float | None:
@@ -117,7 +117,7 @@ def accepted_fraction(figures: LinkFigures) -> float | None:
 
 def target_steps(trace: Trace) -> list[StepRecord]:
     last = len(trace.pipeline["stages"]) - 1
-    return [step for step in trace.steps if step.stage == last]
+    return [step for step in trace.steps if step.stage == last and step.kind not in BETWEEN_STEPS]
 
 
 def mean_acceptance_length(trace: Trace) -> float | None:

@@ -47,14 +47,16 @@ class StageLatency:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds between steps.
+    """Seconds between steps, and bytes.
 
     start_s : from the request to the first step of a stage that need not wait
     turnaround_s : from the end of a step to the next one of the same stage
     handover_s : from the end of a sender's step to the start of the step of a receiver that waited
     rollback_s : extra time of the first step after a rollback (cropping the cache)
     finish_s : from the end of the target's last step to the request's end
-    optimise_s : of a layer-skipping drafter, each choice of its layers
+    optimise_s : each choice of a layer-skipping drafter's layers, by itself in a chain, by its verifier in a pipeline
+    give_s, give_bytes : of that verifier, each hand-over of cache entries to a drafter in a process of its own
+    take_s : of that drafter, taking them
     """
 
     start_s: float = 0.0
@@ -63,6 +65,9 @@ class Costs:
     rollback_s: float = 0.0
     finish_s: float = 0.0
     optimise_s: float = 0.0
+    give_s: float = 0.0
+    give_bytes: float = 0.0
+    take_s: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

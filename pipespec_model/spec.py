@@ -48,7 +48,7 @@ class StageSpec(Spec):
     occurrence of the current n-gram.  ``drafter: hybrid`` does so where an n-gram of ``max_ngram`` tokens
     occurred before, and asks its model elsewhere.  ``device: cpu:1`` is core 1, which stages may share.
     ``drafter: clasp`` is the next stage's model with layers skipped, those that the last accepted token can best
-    do without; it shares that stage's process and weights.
+    do without; in a chain it shares that stage's process and weights, in a pipeline it has its own.
 
     num_skipped_layers : M of CLaSp; kept_layers : layers that are never skipped
     layer_opt_interval : LOI, tokens between two choices of the layers
@@ -82,6 +82,12 @@ class StageSpec(Spec):
     @property
     def clasp(self) -> bool:
         return self.drafter == "clasp"
+
+    @property
+    def whole(self) -> StageSpec:
+        """Of a layer-skipping drafter: the same stage with every layer."""
+        own = {"drafter", "quantize", "num_skipped_layers", "layer_opt_interval", "draft_exit_threshold", "kept_layers"}
+        return type(self)(**self.model_dump(exclude=own))
 
     @property
     def block(self) -> bool:
@@ -211,10 +217,11 @@ class PipelineSpec(Spec):
         stage, where = self.stages[i], f"stages.{i}"
         if i + 1 == len(self.stages):
             raise ValueError(f"{where}.drafter must be 'model': the target runs every layer")
-        if self.strategy != "speculative" or self.handshake != "overlapped":
-            raise ValueError(f"{where}.drafter clasp must have strategy speculative and handshake overlapped")
+        if self.strategy == "speculative" and self.handshake != "overlapped":
+            raise ValueError(f"{where}.drafter clasp must have handshake overlapped with strategy speculative")
         verifier = self.stages[i + 1]
-        for key in ("model", "dtype", "device", "threads", "cores"):
+        shared = ("device", "threads", "cores") if self.strategy == "speculative" else ()
+        for key in ("model", "dtype", *shared):
             if getattr(stage, key) != getattr(verifier, key):
                 raise ValueError(f"{where}.{key} must be that of the stage it drafts for "
                                  f"({getattr(verifier, key)}), got {getattr(stage, key)}")
@@ -247,8 +254,13 @@ class PipelineSpec(Spec):
         return self.strategy == "pipelined" and len(held) == len(set(held))
 
     def reads_prompt(self, i: int) -> bool:
-        """Whether stage ``i`` reads the prompt itself; a layer-skipping drafter reads it for its model too."""
-        return not (i and self.stages[i - 1].clasp)
+        """Whether stage ``i`` reads the prompt itself; a layer-skipping drafter reads it for its model too, in a
+        chain."""
+        return not (i and self.stages[i - 1].clasp and self.strategy == "speculative")
+
+    def hands_over(self, i: int) -> bool:
+        """Whether stage ``i`` hands its cache entries to a layer-skipping drafter in a process of its own."""
+        return i > 0 and self.stages[i - 1].clasp and self.strategy == "pipelined"
 
     def with_lookaheads(self, lookaheads: Sequence[int]) -> PipelineSpec:
         links = zip(self.links, lookaheads, strict=True)

@@ -19,6 +19,8 @@ from .spec import PipelineSpec
 TRACE_VERSION = 1
 Origin = Literal["measured", "simulated", "emulated", "imported"]
 NO_PROMPT = -1  # of steps that were timed outside a generation
+BETWEEN_STEPS = frozenset({"optimise", "give", "take"})
+"""Kinds of record that are no pass of a model: what layer skipping does between steps (messages.Entries)."""
 ORIGINS = ("measured", "simulated", "emulated", "imported")
 
 
@@ -30,7 +32,7 @@ class StepRecord:
     includes_wait : whether duration_s covers waiting too (imports)
     position : generated tokens held before the step
     context : tokens in the cache before the step
-    width : tokens in the forward; drafts: how many of them were drafts
+    width : tokens in the forward, or cache rows of a ``give`` or ``take``; drafts: how many of them were drafts
     """
 
     prompt: int

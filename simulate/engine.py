@@ -147,7 +147,12 @@ class PromptRun:
         self.in_flight: list[tuple[int, Drafts | Verdict]] = []
         self.wake = [simpy.Event(self.env) for _ in specs]
         self.num_steps = [0] * len(specs)
-        self.calendars = {i: LayerCalendar(spec.layer_opt_interval) for i, spec in enumerate(specs) if spec.clasp}
+        self.calendars = {i: LayerCalendar(spec.layer_opt_interval) for i, spec in enumerate(specs)
+                          if spec.clasp and chain}
+        # Of a verifier that hands its entries to a layer-skipping drafter in a process of its own.
+        self.giving = {i: LayerCalendar(specs[i - 1].layer_opt_interval) for i in range(len(specs))
+                       if self.pipeline.hands_over(i)}
+        self.to_take: set[int] = set()
 
     # -- the stage loop, the same for every position ------------------------------------------
 
@@ -168,24 +173,37 @@ class PromptRun:
                 yield self.env.timeout(ready - self.env.now)
                 continue
             if i in self.calendars and self.calendars[i].due(stage):
-                yield from self._choose_layers(i, step)
+                yield from self._between(i, "optimise", costs.optimise_s, step)
+            if i in self.to_take:
+                self.to_take.discard(i)
+                yield from self._between(i, "take", costs.take_s, step)
             tokens = self._tokens(i, step)
             start = self.env.now
             self._note(i, f"start {step.kind}", step.position)
             yield self.computing.run(i, self._work_ns(i, step, len(tokens)))
             self._note(i, "end", step.position)
             self._finish(i, step, tokens, start)
+            if i in self.giving and not stage.done:
+                yield from self._hand_over(i, step)
             # What a waiting neighbour is told leaves now: its hand-over covers the whole gap.
             ready = self.env.now + to_ns(costs.turnaround_s)
         self._send(i)
 
-    def _choose_layers(self, i: int, step: Step) -> Generator[simpy.Event, None, None]:
-        """A layer-skipping drafter is told at a round's start which layers the last token can do without."""
+    def _hand_over(self, i: int, step: Step) -> Generator[simpy.Event, None, None]:
+        """Entries first, then the verdict that makes use of them, and only then what takes long."""
+        if step.kind != "prefill":  # the drafter reads the prompt itself
+            yield from self._between(i, "give", self.costs[i].give_s, step)
+        self._send(i)
+        if self.giving[i].grown(len(self.stages[i].sequence)):
+            yield from self._between(i, "optimise", self.costs[i].optimise_s, step)
+
+    def _between(self, i: int, kind: str, seconds: float, step: Step) -> Generator[simpy.Event, None, None]:
+        """What layer skipping does between steps (trace.BETWEEN_STEPS)."""
         assert self.slowness is not None
         start = self.env.now
-        yield self.computing.run(i, to_ns(self.costs[i].optimise_s * self.slowness[i] / self._turn_rate(i)))
+        yield self.computing.run(i, to_ns(seconds * self.slowness[i] / self._turn_rate(i)))
         self.steps.append(StepRecord(
-            prompt=self.prompt, stage=i, kind="optimise", start_s=start / NS, duration_s=(self.env.now - start) / NS,
+            prompt=self.prompt, stage=i, kind=kind, start_s=start / NS, duration_s=(self.env.now - start) / NS,
             position=step.position, context=step.cached, width=0, drafts=0, accepted=0, emitted=0, epoch=step.epoch))
 
     def _tokens(self, i: int, step: Step) -> list[int]:
@@ -271,6 +289,8 @@ class PromptRun:
         receiver, message = entry
         self.in_flight.remove(entry)
         self.inbox[receiver].append(message)
+        if isinstance(message, Verdict) and self.pipeline.hands_over(receiver + 1):
+            self.to_take.add(receiver)
         self._note(receiver, "arrive", len(self.stages[receiver].sequence))
         if not self.wake[receiver].triggered:
             self.wake[receiver].succeed()

@@ -15,9 +15,9 @@ from pipespec_model.trace import StepRecord, Trace
 
 # Okabe-Ito colours: told apart by colour-blind readers and in grey.
 COLOURS = {"prefill": "#999999", "draft": "#56B4E9", "decode": "#E69F00", "verify": "#009E73",
-           "optimise": "#CC79A7"}
+           "optimise": "#CC79A7", "give": "#000000", "take": "#000000"}
 WORDS = {"prefill": "prefill", "draft": "draft", "decode": "plain step", "verify": "verify drafts",
-         "optimise": "choose layers"}
+         "optimise": "choose layers", "give": "hand over entries", "take": "take entries"}
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:

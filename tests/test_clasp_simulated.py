@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from pipespec_model.agreement import NO_PROPOSAL, Agreement
+from pipespec_model.between import OPTION
+from pipespec_model.fit import fit_costs
 from pipespec_model.latency import Constant
 from pipespec_model.layer_choice import LayerCalendar
-from pipespec_model.profile import Costs, Profile, StageLatency
+from pipespec_model.profile import Costs, Profile, StageLatency, costs_key
 from pipespec_model.protocol import Stage
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
+from pipespec_model.trace import PromptRecord, Trace
 from simulate.engine import PromptRun
 
-DRAFT_S, VERIFY_S, PREFILL_S, OPTIMISE_S = 0.002, 0.005, 0.050, 0.003
+DRAFT_S, VERIFY_S, PREFILL_S, OPTIMISE_S, GIVE_S, TAKE_S = 0.002, 0.005, 0.050, 0.003, 0.001, 0.001
 
 
-def pipeline(interval: int, lookahead: int = 2) -> PipelineSpec:
+def pipeline(interval: int, lookahead: int = 2, strategy: str = "speculative") -> PipelineSpec:
     stages = (StageSpec(name="clasp", model="m", drafter="clasp", num_skipped_layers=2, layer_opt_interval=interval),
               StageSpec(name="full", model="m"))
-    return PipelineSpec(strategy="speculative", stages=stages, links=(LinkSpec(lookahead=lookahead),))
+    return PipelineSpec(strategy=strategy, stages=stages, links=(LinkSpec(lookahead=lookahead),))
 
 
 def profile() -> Profile:
     prefill = Constant(PREFILL_S)
     steps = {"clasp": DRAFT_S, "full": VERIFY_S}
     latency = {name: StageLatency(Constant(step_s), prefill) for name, step_s in steps.items()}
-    return Profile(latency, costs={"clasp": Costs(optimise_s=OPTIMISE_S)})
+    return Profile(latency, costs={"clasp": Costs(optimise_s=OPTIMISE_S, take_s=TAKE_S),
+                                   "full": Costs(optimise_s=OPTIMISE_S, give_s=GIVE_S)})
 
 
 def run(spec: PipelineSpec, drafts: list[int], answer: list[int]) -> PromptRun:
@@ -47,6 +54,31 @@ def test_event_log_of_two_rounds() -> None:
     assert [round(s.duration_s * 1e3) for s in made.steps[:6]] == [50, 2, 5, 3, 2, 2]
     assert made.steps[6].kind == "verify"
     assert made.steps[6].start_s == pytest.approx(0.064)
+
+
+def test_event_log_of_a_pipeline() -> None:
+    """By hand: both read the prompt (50 ms each, at once).  The target chooses layers (3) while the drafter drafts (2),
+    hears the verdict, takes its entries (1) and drafts on; a verification (5) is followed by a hand-over (1) before
+    its verdict leaves, and the drafter takes what was handed over once the draft that it is at has ended."""
+    answer = list(range(1, 30))
+    made = run(pipeline(interval=64, lookahead=0, strategy="pipelined"), answer, answer)
+    by_stage = [[(s.kind, round(s.start_s * 1e3)) for s in made.steps if s.stage == i] for i in (0, 1)]
+    assert by_stage[1][:6] == [("prefill", 0), ("optimise", 50), ("verify", 53), ("give", 58), ("verify", 59),
+                               ("give", 64)]
+    assert by_stage[0][:8] == [("prefill", 0), ("draft", 50), ("take", 52), ("draft", 53), ("draft", 55), ("draft", 57),
+                               ("draft", 59), ("take", 61)]
+
+
+def test_layers_are_chosen_by_the_growth_of_the_verifiers_text() -> None:
+    """In a pipeline: after the first step, then after the first that ends LOI tokens on, never after the last."""
+    answer = list(range(1, 30))
+    steps = run(pipeline(interval=5, lookahead=0, strategy="pipelined"), answer, answer).steps
+    own = [s for s in steps if s.stage == 1]
+    held = [next(t.position + t.emitted for t in own if t.kind != "give" and t.position == s.position)
+            for s in own if s.kind == "optimise"]
+    assert held[0] == 1
+    assert all(5 <= after - before < 5 + 5 for before, after in pairwise(held))
+    assert own[-1].kind == "verify"
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(1, [3, 6, 9]), (4, [3, 9]), (6, [3, 9]), (64, [3])])
@@ -77,3 +109,19 @@ def test_calendar_asks_only_at_the_start_of_a_round() -> None:
     assert calendar.due(stage)
     stage.sequence += [3, 4]
     assert not calendar.due(stage)
+
+
+def test_costs_between_steps_come_back_from_a_trace() -> None:
+    """What the simulator spends on giving, taking and choosing is what the fit reads from its records, bytes by rows;
+    and none of it is taken for a turnaround or a hand-over of messages."""
+    answer = list(range(1, 30))
+    spec = pipeline(interval=5, lookahead=0, strategy="pipelined")
+    made = run(spec, answer, answer)
+    record = PromptRecord(0, "p", 10, answer, 1.0, 1.0, [])
+    steps = [replace(step, width=3) if step.kind == "give" else step for step in made.steps]
+    trace = Trace("simulated", spec.to_dict(), options={OPTION: {"full": 100}}, steps=steps, prompts=[record])
+    drafter, verifier = (fit_costs([trace])[costs_key("pipelined", stage.time_key)] for stage in spec.stages)
+    assert drafter.take_s == pytest.approx(TAKE_S)
+    assert (verifier.give_s, verifier.optimise_s) == (pytest.approx(GIVE_S), pytest.approx(OPTIMISE_S))
+    assert verifier.give_bytes == 300
+    assert (drafter.turnaround_s, drafter.handover_s, verifier.turnaround_s) == (0, 0, 0)

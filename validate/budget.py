@@ -15,7 +15,7 @@ from pipespec_model.fit import fit_costs
 from pipespec_model.latency import Table, fit_line
 from pipespec_model.profile import Profile, StageLatency
 from pipespec_model.spec import PipelineSpec
-from pipespec_model.trace import StepRecord, Trace
+from pipespec_model.trace import BETWEEN_STEPS, StepRecord, Trace
 from simulate.run import simulate
 
 
@@ -60,7 +60,8 @@ def latency_of(trace: Trace, profile: Profile) -> dict[str, StageLatency]:
     out = {}
     for i, stage in enumerate(PipelineSpec.from_dict(trace.pipeline).stages):
         before = profile.stage_latency(stage)
-        mine = [step for step in trace.steps if step.stage == i and step.duration_s > 0 and step.kind != "optimise"]
+        mine = [step for step in trace.steps
+                if step.stage == i and step.duration_s > 0 and step.kind not in BETWEEN_STEPS]
         prefills = [step for step in mine if step.kind == "prefill"]
         by_width: dict[int, list[StepRecord]] = defaultdict(list)
         for step in mine:

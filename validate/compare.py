@@ -17,7 +17,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.metrics import mean_of_repeats
 from pipespec_model.profile import Profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
-from pipespec_model.trace import PromptRecord, Trace
+from pipespec_model.trace import BETWEEN_STEPS, PromptRecord, Trace
 from pipespec_model.yardstick import probed_slowness
 from simulate.run import forecast, simulate
 
@@ -139,7 +139,7 @@ def step_times(measured: Trace, replayed: Trace) -> list[dict[str, Any]]:
     error comes from: wrong times, or wrong counts."""
     out = []
     for i, stage in enumerate(measured.pipeline["stages"]):
-        for kind in ("prefill", "draft", "decode", "verify", "optimise"):
+        for kind in ("prefill", "draft", "decode", "verify", *sorted(BETWEEN_STEPS)):
             here = [s.duration_s for s in measured.steps if s.stage == i and s.kind == kind]
             there = [s.duration_s for s in replayed.steps if s.stage == i and s.kind == kind]
             if here and there:

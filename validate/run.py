@@ -16,6 +16,7 @@ from typing import Any
 from execute.calibrate import calibrate, record_agreement
 from execute.fleet import Fleet, new_trace
 from execute.host import host, versions
+from execute.processes import stages_apart
 from execute.prompts import Prompt
 from execute.vocabulary import common_vocabulary
 from pipespec_model.agreement import Agreement
@@ -115,7 +116,7 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
     profile_file, prediction_file = out / f"profile-{kind}.json", out / f"predictions-{kind}.json"
     advance(f"starting {len(group.stages)} {kind} stage processes", 0.0)
     vocabulary = None if group.emulated else common_vocabulary(pipelines)
-    with Fleet(group.stages, scripts=scripts, vocabulary=vocabulary) as fleet:
+    with Fleet(group.stages, scripts=scripts, vocabulary=vocabulary, apart=stages_apart(pipelines)) as fleet:
         for pipeline in pipelines:
             fleet.check_fits(pipeline, [*group.calibration, *group.evaluation], group.max_new_tokens)
         group.rows = [replace(row, pipeline=fleet.place(row.pipeline)) for row in group.rows]

@@ -1,9 +1,13 @@
-"""A layer-skipping drafter and the stage that it drafts for, in one process, on one set of weights.
+"""A layer-skipping drafter and the stage that it drafts for.
 
 The verifier runs every layer and keeps the hidden states of its last pass.  When it has spoken, the
-drafter copies the entries of the tokens that are now committed out of the verifier's cache: what it
-attends to was then computed by the full model but for its own drafts.  Neither touches the model.
-The prompt is read once: by the drafter, whose turn is first, with every layer, for both.
+drafter copies the entries of the tokens that are now committed: what it attends to was then computed by
+the full model but for its own drafts.  Neither touches the model.
+
+In a synchronous chain both live in one process, on one set of weights: the entries come straight out of the
+verifier's cache, and the prompt is read once, by the drafter, whose turn is first, with every layer, for
+both.  In a pipeline each has a process, weights and a core of its own: each reads the prompt with every layer,
+the entries come through shared memory (handover.py), and the verifier chooses the layers.
 
 Losslessness does not depend on any of this: a draft is compared with the verifier's own choice, and
 the verifier's cache holds nothing that a skipping pass has computed.
@@ -11,28 +15,21 @@ the verifier's cache holds nothing that a skipping pass has computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from execute.decoders import InPlaceCache, LayeredDecoder
+from execute.shared import Shared
 from execute.skips import SkipSet, uniform_skips
 from execute.torch_runner import TorchRunner, crop_to
-from pipespec_model.messages import Step
+from pipespec_model.messages import Entries, Step
 from pipespec_model.spec import StageSpec
 
+from .handover import bytes_per_token, copy_rows, entries_in
 from .layerwise import layered, layered_int8
-from .optimise import Token, optimise, token_at
-
-
-def copy_rows(source: InPlaceCache, into: InPlaceCache, start: int, end: int) -> None:
-    """Copy the entries of tokens ``start`` … ``end`` − 1, every layer's."""
-    into.make_room(end)
-    if start < end:
-        into.keys[:, start:end] = source.keys[:, start:end]
-        into.values[:, start:end] = source.values[:, start:end]
-    into.length = max(into.length, end)
+from .optimise import Choice, Token, optimise, token_at
 
 
 def _one_decoder(model: Any, *, int8: bool) -> tuple[LayeredDecoder, LayeredDecoder]:
@@ -42,14 +39,19 @@ def _one_decoder(model: Any, *, int8: bool) -> tuple[LayeredDecoder, LayeredDeco
 
 
 class FullRunner(TorchRunner):
-    """The verifier: as any stage, and it keeps its states and takes over the prompt that its drafter has read.
+    """The verifier: as any stage, and it keeps its states, takes over the prompt that a drafter of its process has
+    read, and hands its entries to a drafter of another.
 
     states : of the last pass, ``[width, hidden]``, before the first and after each layer
     states_from : position of that pass's first token
+    shared : memory by the name of the drafter that reads it
     """
 
-    def __init__(self, stage: StageSpec, vocabulary: int | None = None) -> None:
+    def __init__(self, stage: StageSpec, vocabulary: int | None = None, shared: Mapping[str, Shared] | None = None,
+                 ) -> None:
         super().__init__(stage, vocabulary, _one_decoder)
+        self.shared = dict(shared or {})
+        self.entries: InPlaceCache | None = None
         self.states: list[torch.Tensor] = []
         self.states_from = 0
         self.drafters: list[ClaspRunner] = []
@@ -78,16 +80,38 @@ class FullRunner(TorchRunner):
         return logits if self.vocabulary is None else logits[:, : self.vocabulary]
 
 
+    def open(self, drafter: StageSpec, rows: int) -> None:
+        """A prompt begins: entries of up to ``rows`` tokens will go to ``drafter``."""
+        self.entries = entries_in(self.shared[drafter.name], self.cache, rows)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return bytes_per_token(self.prefill.new_cache())
+
+    @torch.inference_mode()
+    def give(self, start: int, end: int) -> None:
+        """Copy the entries of tokens ``start`` … ``end`` − 1 to where the drafter finds them."""
+        assert self.entries is not None
+        copy_rows(self.cache, self.entries, start, end)
+
+    def choose(self, stage: StageSpec, position: int) -> Choice:
+        """What ``stage`` should skip, by the token at ``position``, which the last pass has computed."""
+        token = token_at(self.prefill, self.cache, self.states, start=self.states_from, position=position)
+        return optimise(token, stage.num_skipped_layers, stage.kept_layers)
+
+
 class ClaspRunner:
     """The drafter.
 
+    full : its verifier; or, in a process of its own, who holds the weights and runs nothing
+    shared : where the verifier's entries come from; None = straight out of its cache
     skips : what is left out now
     committed : tokens whose entries the full model computed
     num_verdicts : of how many verdicts it knows (protocol.Stage.num_verdicts)
     """
 
-    def __init__(self, stage: StageSpec, full: FullRunner) -> None:
-        self.stage, self.full = stage, full
+    def __init__(self, stage: StageSpec, full: FullRunner, shared: Shared | None = None) -> None:
+        self.stage, self.full, self.shared = stage, full, shared
         self.context_limit, self.vocabulary = full.context_limit, full.vocabulary
         self.draft = full.drafting(int8=stage.quantize == "int8")
         self._first = uniform_skips(self.draft.num_layers, stage.num_skipped_layers, stage.kept_layers)
@@ -99,6 +123,8 @@ class ClaspRunner:
         self.cache: Any = None
         self.committed = 0
         self.num_verdicts = 0
+        self._own_from = 0  # from here on its cache may hold what the skipping model computed; 0: nothing read yet
+        self._entries: InPlaceCache | None = None
         full.drafters.append(self)
 
     @property
@@ -110,7 +136,12 @@ class ClaspRunner:
         self.cache = self.full.prefill.new_cache()
         self.committed, self.skips, self.cosine = 0, self._first, None
         self.run_number = self.offered = None
-        self.num_verdicts = 0
+        self.num_verdicts = self._own_from = 0
+
+    def open(self, rows: int) -> None:
+        """A prompt begins: entries of up to ``rows`` tokens will come from the verifier's process."""
+        assert self.shared is not None
+        self._entries = entries_in(self.shared, self.cache, rows)
 
     def forget(self, length: int) -> None:
         crop_to(self.cache, length)
@@ -133,14 +164,39 @@ class ClaspRunner:
         """``[len(drafts) + 1, vocab]``; the first pass of a prompt runs every layer."""
         keep = len(step.drafts) + 1
         text = [*self._prompt, *sequence]
-        start = max(step.cached, self.committed)
-        feed = [*text[start:], *step.drafts]
-        if start == 0:
-            logits = self.full.prefill.forward(feed, 0, keep, self.cache)
-            self.committed, self.offered = len(self._prompt), self.run_number
+        # A verifier may be ahead: the newest token goes through here whoever else has computed it.
+        start = max(step.cached, min(self.committed, len(text) - 1))
+        if not self._own_from:
+            logits = self.full.prefill.forward([*text, *step.drafts], 0, keep, self.cache)
+            self._own_from = len(self._prompt)
+            self.committed = max(self.committed, self._own_from)
+            self.offered = self.run_number
         else:
-            logits = self.draft.forward(feed, start, keep, self.cache, skip=self.skips)
+            logits = self.draft.forward([*text[start:], *step.drafts], start, keep, self.cache, skip=self.skips)
+            self._own_from = min(self._own_from, start)
         return logits if self.vocabulary is None else logits[:, : self.vocabulary]
+
+    def receive(self, message: Entries) -> None:
+        """The verifier says what it has handed over, or which layers to skip from now on."""
+        if message.layers is not None:
+            self.skips = SkipSet.layers(message.layers)
+        self._own_from = min(self._own_from, message.start)
+        self.committed = message.end
+
+    def to_take(self, num_held: int) -> range:
+        """Rows that the next step should first take out of the shared memory.
+
+        num_held : tokens of this stage; its newest, and what the verifier has beyond it, is not among them
+        """
+        if not self._own_from:
+            return range(0)
+        return range(self._own_from, max(self._own_from, min(self.committed, self.prompt_length + num_held - 1)))
+
+    @torch.inference_mode()
+    def take(self, rows: range) -> None:
+        assert self._entries is not None
+        copy_rows(self._entries, self.cache, rows.start, rows.stop)
+        self._own_from = rows.stop
 
     @torch.inference_mode()
     def take_over(self, num_held: int) -> None:
@@ -154,10 +210,10 @@ class ClaspRunner:
 
     def optimise(self) -> None:
         """Choose the layers anew for the last token that the verifier committed."""
-        full = self.full
-        self.choose(token_at(full.prefill, full.cache, full.states, start=full.states_from,
-                             position=self.committed - 1))
+        self._adopt(self.full.choose(self.stage, self.committed - 1))
 
     def choose(self, token: Token) -> None:
-        choice = optimise(token, self.stage.num_skipped_layers, self.stage.kept_layers)
+        self._adopt(optimise(token, self.stage.num_skipped_layers, self.stage.kept_layers))
+
+    def _adopt(self, choice: Choice) -> None:
         self.skips, self.cosine = choice.skips, choice.cosine
