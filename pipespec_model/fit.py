@@ -140,7 +140,8 @@ def _round(trace: Trace) -> int:
 def _first_in_turn(trace: Trace) -> list[StepRecord]:
     """A chain's steps that follow another stage's: those find their weights evicted from the caches."""
     blocks = {i for i, stage in enumerate(PipelineSpec.from_dict(trace.pipeline).stages) if stage.block}
-    steps = sorted((step for step in trace.steps if step.stage not in blocks), key=lambda s: (s.prompt, _start(s)))
+    steps = sorted((step for step in trace.steps if step.stage not in blocks),
+                   key=lambda step: (step.prompt, step.start_s or 0.0))
     return [step for before, step in pairwise(steps) if before.prompt == step.prompt and before.stage != step.stage]
 
 
