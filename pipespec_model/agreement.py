@@ -24,7 +24,7 @@ from .errors import InputError
 from .uniforms import OFF_PATH, ON_PATH, TOKEN, uniform, word
 
 NO_PROPOSAL = -1
-_MADE_UP = 1 << 32  # made-up tokens start above every vocabulary
+MADE_UP = 1 << 32  # made-up tokens start above every vocabulary
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def synthetic(names: Sequence[str], acceptance: Sequence[AcceptanceModel], *, nu
 
 def made_up(seed: int, prompt: int, stage: int, position: int, last: int) -> int:
     """A token id that no vocabulary and no other stage holds, for a choice that is not recorded."""
-    return _MADE_UP + (word(seed, prompt, stage, TOKEN, position, last) >> 12)
+    return MADE_UP + (word(seed, prompt, stage, TOKEN, position, last) >> 12)
 
 
 @dataclass
@@ -132,45 +132,46 @@ class Replay:
 
     def choices(self, stage: int, sequence: Sequence[int], drafts: Sequence[int]) -> list[int]:
         """Greedy choices after ``sequence`` and after each draft; ``len(drafts) + 1`` tokens."""
-        held = list(sequence)
-        on_path = held == self._target[: len(held)]
+        position, last = len(sequence), sequence[-1] if sequence else 0
+        on_path = self._on_path(sequence)
         out = []
         for draft in (*drafts, None):
-            choice = self._choice(stage, held, on_path, draft)
-            out.append(choice)
+            out.append(self._choice(stage, position, last, on_path=on_path, draft=draft))
             if draft is not None:
-                on_path = on_path and len(held) < len(self._target) and draft == self._target[len(held)]
-                held.append(draft)
+                on_path = on_path and position < len(self._target) and draft == self._target[position]
+                position, last = position + 1, draft
         return out
+
+    def _on_path(self, sequence: Sequence[int]) -> bool:
+        return sequence == self._target[: len(sequence)]
 
     def propose(self, stage: int, sequence: Sequence[int], limit: int) -> list[int]:
         """Up to ``limit`` tokens of a lookup, each after the ones before it."""
-        held = list(sequence)
-        on_path = held == self._target[: len(held)]
+        position, last = len(sequence), sequence[-1] if sequence else 0
+        on_path = self._on_path(sequence)
         out: list[int] = []
         while len(out) < limit:
-            token = self._choice(stage, held, on_path, None)
-            if token == NO_PROPOSAL or not (on_path or self._goes_on(stage, held)):
+            token = self._choice(stage, position, last, on_path=on_path, draft=None)
+            if token == NO_PROPOSAL or not (on_path or self._goes_on(stage, position, last)):
                 break
-            on_path = on_path and len(held) < len(self._target) and token == self._target[len(held)]
-            held.append(token)
+            on_path = on_path and position < len(self._target) and token == self._target[position]
+            position, last = position + 1, token
             out.append(token)
         return out
 
-    def _goes_on(self, stage: int, held: list[int]) -> bool:
-        """Whether a lookup off the target's path proposes once more: at the rate at which, on the
-        path, a proposal is followed by another."""
-        row = self._rows[stage]
-        proposals = [token != NO_PROPOSAL for token in row]
-        followed = [after for before, after in pairwise(proposals) if before]
-        rate = sum(followed) / len(followed) if followed else 0.0
-        return uniform(self.seed, self.prompt, stage, ON_PATH, len(held), held[-1]) < rate
+    def _goes_on(self, stage: int, position: int, last: int) -> bool:
+        return uniform(self.seed, self.prompt, stage, ON_PATH, position, last) < self.goes_on_rate(stage)
 
-    def _choice(self, stage: int, held: list[int], on_path: bool, draft: int | None) -> int:
-        position = len(held)
+    def goes_on_rate(self, stage: int) -> float:
+        """How often a lookup off the target's path proposes once more: the rate at which, on the path, a
+        proposal is followed by another."""
+        proposals = [token != NO_PROPOSAL for token in self._rows[stage]]
+        followed = [after for before, after in pairwise(proposals) if before]
+        return sum(followed) / len(followed) if followed else 0.0
+
+    def _choice(self, stage: int, position: int, last: int, *, on_path: bool, draft: int | None) -> int:
         if on_path and position < len(self._target):
             return self._rows[stage][position]
-        last = held[-1] if held else 0
         while stage and uniform(self.seed, self.prompt, stage, OFF_PATH, position, last) < self.neighbour_rate:
             if draft is not None:
                 return draft

@@ -2,7 +2,8 @@
 
 :func:`encode` turns a pipeline and a profile into flat numeric cases, one a prompt and seed; :func:`run_cases`
 runs any number of them without Python in between; :func:`run_totals` is both.  Results are those of
-``simulate.engine`` to the nanosecond and to the token.
+``simulate.engine`` to the nanosecond and to the token: what the compiled rules do not cover (``encode.covers`` says
+why) is run there.
 """
 
 from __future__ import annotations
@@ -10,23 +11,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipespec_model.agreement import Agreement
-from pipespec_model.profile import Profile
+from pipespec_model.profile import Profile, recorded
 from pipespec_model.spec import PipelineSpec
 
-from .engine import PromptRun
+from .encode import Encoder, covers
+from .engine import Event, PromptRun
 from .run import agreements_for
 from .totals import Totals
+from .twin_layout import EVENTS, EXCLUDED, RING
+from .twin_run import Outcome, Scratch, Tables, engine, prepare
+
+__all__ = ["Cases", "covers", "encode", "event_log", "prepare", "run_cases", "run_totals"]
+
+_NO_LOG = np.zeros((0, 4), np.int64)
 
 
 @dataclass(frozen=True)
 class Cases:
-    """Prompt runs that wait to be run, in order."""
+    """Prompt runs that wait to be run, in order: encoded, or left to the SimPy model."""
 
-    runs: tuple[PromptRun, ...]
+    encoder: Encoder
+    runs: tuple[PromptRun, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.encoder.cases) + len(self.runs)
 
 
 def encode(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int,
@@ -40,19 +52,67 @@ def encode(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int, num_to
     spread : draw step times and the machine's slowness from their distributions; False = their means
     agreements : prompts to replay instead, rows in the order of the pipeline's stages
     """
+    prompts = list(agreements) if agreements is not None else recorded(profile, pipeline)
+    encoder = Encoder(spread)
+    if covers(pipeline, profile, prompts) is None:
+        encoder.add(pipeline, profile, seeds=seeds, prompts=prompts or num_prompts, num_tokens=num_tokens)
+        return Cases(encoder)
     runs = []
     for seed in seeds:
-        prompts = agreements if agreements is not None else agreements_for(
-            pipeline, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
+        found = prompts or agreements_for(pipeline, profile, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed)
         runs += [PromptRun(pipeline, profile, prompt, seed=seed, prompt=number, spread=spread)
-                 for number, prompt in enumerate(prompts)]
-    return Cases(tuple(runs))
+                 for number, prompt in enumerate(found)]
+    return Cases(encoder, tuple(runs))
 
 
 def run_cases(cases: Cases | Sequence[Cases]) -> Totals:
     """One row a case, in order; several ``Cases`` one after the other."""
     parts = [cases] if isinstance(cases, Cases) else cases
-    return Totals.of_runs(run.run() for part in parts for run in part.runs)
+    return Totals.joined([Totals.of_runs(run.run() for run in part.runs) if part.runs else _run(part.encoder)
+                          for part in parts])
+
+
+def _run(encoder: Encoder) -> Totals:
+    tables = encoder.tables()
+    outcome, _ = _outcome(tables, encoder)
+    return Totals.of_outcome(outcome, tables.plan["num_stages"][tables.case["plan"]])
+
+
+def _outcome(tables: Tables, encoder: Encoder, log_events: int = 0) -> tuple[Outcome, NDArray[np.int64]]:
+    """Run all cases; those whose rings were too small again, with larger ones."""
+    outcome = Outcome.of(len(tables.case), encoder.most_stages)
+    chosen = np.arange(len(tables.case))
+    ring = 1 << (encoder.ring - 1).bit_length()
+    while True:
+        log = np.zeros((log_events, 4), np.int64) if log_events else _NO_LOG
+        engine()(tables, Scratch.of(encoder.most_stages, ring), chosen, outcome, log)
+        if (outcome.figures[:, 3] == EXCLUDED).any():
+            raise RuntimeError("a state that the protocol's rules exclude")
+        if log_events and outcome.figures[0, 4] > log_events:
+            log_events = int(outcome.figures[0, 4])
+            continue
+        chosen = np.flatnonzero(outcome.figures[:, 3] == RING)
+        if not len(chosen):
+            return outcome, log
+        ring *= 4
+
+
+def event_log(pipeline: PipelineSpec, profile: Profile, agreement: Agreement | int, *, seed: int = 0, prompt: int = 0,
+              spread: bool = True) -> tuple[list[Event], Totals]:
+    """Every event of one prompt, as ``PromptRun.log`` has them, and its totals.
+
+    agreement : to replay, or the number of tokens of a made-up prompt
+    """
+    encoder = Encoder(spread)
+    made_up = isinstance(agreement, int)
+    encoder.add(pipeline, profile, seeds=(seed,), prompts=prompt + 1 if made_up else [agreement] * (prompt + 1),
+                num_tokens=agreement if made_up else 0)
+    tables = encoder.tables()
+    tables = tables._replace(case=tables.case[prompt : prompt + 1])
+    outcome, log = _outcome(tables, encoder, 1024)
+    events = [(time, stage, EVENTS[what], position)
+              for time, stage, what, position in log[: outcome.figures[0, 4]].tolist()]
+    return events, Totals.of_outcome(outcome, np.array([len(pipeline.stages)]))
 
 
 def run_totals(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int, num_tokens: int, seed: int = 0,

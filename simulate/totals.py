@@ -6,17 +6,19 @@ depth lie in one table, the columns past a pipeline's target hold zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipespec_model.messages import Counters
 from pipespec_model.metrics import LinkFigures
 from pipespec_model.trace import PromptRecord, StepRecord
 
-COUNTERS = tuple(item.name for item in fields(Counters))
+from .engine import NS
+from .twin_layout import COUNTERS
+from .twin_run import Outcome
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,34 @@ class Totals:
         counters = np.zeros((len(found), depth, len(COUNTERS)), dtype=np.int64)
         for row, (record, steps) in enumerate(found):
             for i, counts in enumerate(record.counters):
-                busy[row, i] = sum(step.duration_s for step in steps if step.stage == i)
+                busy[row, i] = sum(round(step.duration_s * NS) for step in steps if step.stage == i) / NS
                 counters[row, i] = [counts[name] for name in COUNTERS]
         deep = np.array([len(record.counters) for record, _ in found], dtype=np.int64)
         return cls(
             np.array([record.total_s for record, _ in found]), np.array([record.ttft_s for record, _ in found]),
             np.array([len(record.tokens) for record, _ in found], dtype=np.int64),
             counters[np.arange(len(found)), deep - 1, COUNTERS.index("steps")], deep, busy, counters)
+
+    @classmethod
+    def of_outcome(cls, outcome: Outcome, num_stages: NDArray[np.int64]) -> Totals:
+        """The compiled engine's figures, in seconds."""
+        end_ns, first_ns, num_tokens = outcome.figures[:, :3].T
+        steps = outcome.counters[np.arange(len(end_ns)), num_stages - 1, COUNTERS.index("steps")]
+        return cls(end_ns / NS, first_ns / NS, num_tokens.copy(), steps, num_stages, outcome.busy_ns / NS,
+                   outcome.counters)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Totals]) -> Totals:
+        """The rows of several tables, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        deep = max((part.busy_s.shape[1] for part in parts), default=1)
+
+        def column(name: str) -> NDArray[Any]:
+            found = [getattr(part, name) for part in parts]
+            if found and found[0].ndim > 1:
+                found = [np.pad(item, [(0, 0), (0, deep - item.shape[1]), *[(0, 0)] * (item.ndim - 2)])
+                         for item in found]
+            return np.concatenate(found)
+
+        return cls(*(column(item.name) for item in fields(cls)))
