@@ -104,9 +104,10 @@ def event_log(pipeline: PipelineSpec, profile: Profile, agreement: Agreement | i
     agreement : to replay, or the number of tokens of a made-up prompt
     """
     encoder = Encoder(spread)
-    made_up = isinstance(agreement, int)
-    encoder.add(pipeline, profile, seeds=(seed,), prompts=prompt + 1 if made_up else [agreement] * (prompt + 1),
-                num_tokens=agreement if made_up else 0)
+    number = prompt + 1
+    prompts: int | list[Agreement] = number if isinstance(agreement, int) else [agreement] * number
+    encoder.add(pipeline, profile, seeds=(seed,), prompts=prompts,
+                num_tokens=agreement if isinstance(agreement, int) else 0)
     tables = encoder.tables()
     tables = tables._replace(case=tables.case[prompt : prompt + 1])
     outcome, log = _outcome(tables, encoder, 1024)

@@ -98,7 +98,7 @@ class Encoder:
             self.specs.append((
                 stage.block, down.buffer_tokens if down else 0, down.lookahead if down else 0,
                 up.lookahead if up else 0, up.max_window if up else 0, to_ns(costs.start_s), to_ns(costs.turnaround_s),
-                to_ns(costs.handover_s), step, prefill, costs.rollback_s,
+                to_ns(costs.handover_s), to_ns(costs.finish_s), step, prefill, costs.rollback_s,
                 profile.turn_rate(stages, stage) if chain else 1.0))
             if down:
                 self.ring = max(self.ring, 2 * down.buffer_tokens)
@@ -110,9 +110,8 @@ class Encoder:
         if made_up:
             for a, b, _ in reversed(pairs(pipeline)):
                 self.numbers += _acceptance(profile.pair(a, b)) or ()
-        finish = to_ns(profile.stage_costs(stages[-1], pipeline.strategy).finish_s)
         self.plans.append((len(stages), first, chain, pipeline.handshake == "blocking", num_rates, rates, acceptance,
-                           self.spread, 0, finish, profile.neighbour_rate))
+                           self.spread, 0, profile.neighbour_rate))
 
     def _latency(self, model: object) -> int:
         place = len(self.numbers)

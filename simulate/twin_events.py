@@ -8,7 +8,6 @@ were sent, so only the first of each direction counts; and one that takes no tim
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .twin_layout import (
     ARRIVE,
@@ -17,6 +16,7 @@ from .twin_layout import (
     DRAFTS,
     END,
     ENDED,
+    EXCLUDED,
     NEVER,
     PREFILL,
     READY,
@@ -26,92 +26,99 @@ from .twin_layout import (
     WAIT,
     WOKEN,
     World,
+    message_at,
+    queue_at,
+    spec_at,
+    stage_at,
 )
-from .twin_stage import finish, next_step, propose_ahead, receive, reconcile, tell_upstream
+from .twin_memory import compiled, number_at, put_integer
+from .twin_stage import finish, next_step, propose_ahead, receive, reconcile, slot_of, tell_upstream
 from .twin_time import is_constant, step_seconds, to_ns
 from .twin_tokens import STEP_TIME, drawn, unit
 
 ON_ARRIVAL, ON_RESUME = 0, 1  # priorities; a step's end has ON_RESUME + its stage
 
 
-@njit
+@compiled
 def run_prompt(w: World, logging: bool) -> None:
     """From the request to the end of the target's process."""
-    clock, target = w.clock, w.plan.num_stages - 1
-    while clock.problem == 0:
+    target = w.num_stages - 1
+    while w.problem == 0:
         best, due, priority, order = -1, NEVER, 0, 0
         for i in range(target + 1):
-            s = w.stage[i]
+            s = stage_at(w.stages, i)
             if s.due < due or (s.due == due and (s.priority, s.order) < (priority, order)):
                 best, due, priority, order = i, s.due, s.priority, s.order
         sender = -1
-        if clock.in_flight:
+        if w.in_flight:
             best, sender, due = first_arrival(w, best, due, priority)
         if due == NEVER:
-            break  # nothing can happen any more; SimPy would say so too
-        clock.now = due
+            w.problem = EXCLUDED  # nothing can happen any more
+            break
+        w.now = due
         if sender >= 0:
             arrive(w, best, sender, logging)
-        elif w.stage[best].mode == COMPUTING:
+        elif stage_at(w.stages, best).mode == COMPUTING:
             ring(w, best)
-        elif w.stage[best].mode == ENDED:
+        elif stage_at(w.stages, best).mode == ENDED:
             break
         else:
             resume(w, best, logging)
 
 
-@njit
+@compiled
 def first_arrival(w: World, best: int, due: int, priority: int) -> tuple[int, int, int]:
     """The message that arrives before the processes' first event, if any: receiver, direction or -1, time."""
-    slots = w.message.shape[2] - 1
     found, order = -1, 0
-    for i in range(w.plan.num_stages):
+    for i in range(w.num_stages):
         for direction in range(2):
-            q = w.queue[direction, i]
+            q = queue_at(w.queues, direction * w.num_stages + i)
             if q.arrived < q.sent:
-                m = w.message[direction, i, q.arrived % slots]
+                m = message_at(w.messages, slot_of(w, direction, i, q.arrived))
                 earlier = m.due < due or (m.due == due and (found < 0 or m.order < order))
                 if earlier:
                     best, found, due, order = i, direction, m.due, m.order
     return best, found, due
 
 
-@njit
+@compiled
 def schedule(w: World, i: int, delay: int, priority: int) -> None:
-    s = w.stage[i]
-    s.due = w.clock.now + delay
+    s = stage_at(w.stages, i)
+    s.due = w.now + delay
     s.priority = priority
-    s.order = w.clock.order
-    w.clock.order += 1
+    s.order = w.order
+    w.order += 1
 
 
-@njit
+@compiled
 def note(w: World, logging: bool, i: int, what: int, position: int) -> None:
-    if logging:
-        if w.clock.num_events < len(w.log):
-            row = w.log[w.clock.num_events]
-            row[0], row[1], row[2], row[3] = w.clock.now, i, what, position
-    w.clock.num_events += 1
+    if logging and w.num_events < w.log_size:
+        row = w.log + 32 * w.num_events
+        put_integer(row, 0, w.now)
+        put_integer(row, 1, i)
+        put_integer(row, 2, what)
+        put_integer(row, 3, position)
+    w.num_events += 1
 
 
 # -- the stage loop -----------------------------------------------------------------------------
 
 
-@njit
+@compiled
 def resume(w: World, i: int, logging: bool) -> None:
     """One turn of a stage's process: what came of its step, its messages, its next step."""
-    s = w.stage[i]
+    s = stage_at(w.stages, i)
     if s.mode == COMPUTED:
         note(w, logging, i, END, s.position)
         finish(w, i)
-        s.busy_ns += w.clock.now - s.started_ns
-        if i == w.plan.num_stages - 1 and w.clock.first_token_ns < 0:
-            w.clock.first_token_ns = w.clock.now
-        s.ready = w.clock.now + w.spec[i].turnaround_ns
+        s.busy_ns += w.now - s.started_ns
+        if i == w.num_stages - 1 and w.first_token_ns < 0:
+            w.first_token_ns = w.now
+        s.ready = w.now + spec_at(w.specs, i).turnaround_ns
     if s.done:
         s.mode = ENDED
         send(w, i, logging)
-        if i == w.plan.num_stages - 1:
+        if i == w.num_stages - 1:
             schedule(w, i, 0, ON_RESUME)
         else:
             s.due = NEVER
@@ -122,79 +129,79 @@ def resume(w: World, i: int, logging: bool) -> None:
     send(w, i, logging)
     if not has_step:
         s.mode, s.due = WAIT, NEVER
-    elif w.clock.now < s.ready:
+    elif w.now < s.ready:
         s.mode = READY
-        schedule(w, i, s.ready - w.clock.now, ON_RESUME)
+        schedule(w, i, s.ready - w.now, ON_RESUME)
     else:
         propose_ahead(w, i)
         note(w, logging, i, s.kind, s.position)
-        s.mode, s.started_ns = COMPUTING, w.clock.now
+        s.mode, s.started_ns = COMPUTING, w.now
         compute(w, i, work_ns(w, i))
     deliver(w, i, logging)
 
 
-@njit
+@compiled
 def work_ns(w: World, i: int) -> int:
-    s, spec = w.stage[i], w.spec[i]
+    s, spec = stage_at(w.stages, i), spec_at(w.specs, i)
     width = s.num_proposed if spec.block else s.width
     place = spec.prefill if s.kind == PREFILL else spec.step
     draw = 0.0
-    if w.plan.spread and not is_constant(w.numbers, place):
+    if w.spread and not is_constant(w.numbers, place):
         draw = unit(drawn(w, i, STEP_TIME, s.num_steps))
     s.num_steps += 1
     seconds = step_seconds(w.numbers, place, width, s.context, draw)
-    seconds *= w.slowness[i] / spec.turn_rate
+    seconds *= number_at(w.slowness, i) / spec.turn_rate
     return to_ns(seconds + (spec.rollback_s if s.step_rolled_back else 0.0))
 
 
 # -- steps that run at once ---------------------------------------------------------------------
 
 
-@njit
+@compiled
 def compute(w: World, i: int, work: int) -> None:
     """Begin a step: alone, it takes its work; in company, each at the rate that the set allows."""
-    if w.plan.num_rates == 0:
+    if w.num_rates == 0:
         schedule(w, i, max(0, work), ON_RESUME + i)
         return
     advance(w)
-    s = w.stage[i]
+    s = stage_at(w.stages, i)
     s.work_left, s.rate = work, -1.0
-    w.clock.computing |= 1 << i
+    w.computing |= 1 << i
     reschedule(w)
 
 
-@njit
+@compiled
 def ring(w: World, i: int) -> None:
     """A step's work is done: the others go on at their new rates, its process resumes."""
-    s = w.stage[i]
-    if w.plan.num_rates:
+    s = stage_at(w.stages, i)
+    if w.num_rates:
         advance(w)
-        w.clock.computing &= ~(1 << i)
+        w.computing &= ~(1 << i)
         reschedule(w)
     s.mode = COMPUTED
     schedule(w, i, 0, ON_RESUME)
 
 
-@njit
+@compiled
 def rate_of(w: World, i: int) -> float:
-    return w.numbers[w.plan.rates + w.clock.computing * w.plan.num_stages + i]
+    return number_at(w.numbers, w.rates + w.computing * w.num_stages + i)
 
 
-@njit
+@compiled
 def advance(w: World) -> None:
-    elapsed = w.clock.now - w.clock.since
+    elapsed = w.now - w.since
     if elapsed:
-        for i in range(w.plan.num_stages):
-            if w.clock.computing >> i & 1:
-                w.stage[i].work_left -= elapsed * rate_of(w, i)
-    w.clock.since = w.clock.now
+        for i in range(w.num_stages):
+            if w.computing >> i & 1:
+                stage_at(w.stages, i).work_left -= elapsed * rate_of(w, i)
+    w.since = w.now
 
 
-@njit
+@compiled
 def reschedule(w: World) -> None:
-    for i in range(w.plan.num_stages):
-        s = w.stage[i]
-        if w.clock.computing >> i & 1 and s.rate != rate_of(w, i):
+    for i in range(w.num_stages):
+        s = stage_at(w.stages, i)
+        if w.computing >> i & 1 and s.rate != rate_of(w, i):
             s.rate = rate_of(w, i)
             schedule(w, i, max(0, int(np.rint(s.work_left / s.rate))), ON_RESUME + i)
 
@@ -202,68 +209,68 @@ def reschedule(w: World) -> None:
 # -- messages -----------------------------------------------------------------------------------
 
 
-@njit
+@compiled
 def send(w: World, i: int, logging: bool) -> None:
     """Put what the stage has to say on its way: verdicts first."""
     if i > 0:
         post(w, VERDICTS, i - 1, i, logging)
-    if i < w.plan.num_stages - 1:
+    if i < w.num_stages - 1:
         post(w, DRAFTS, i + 1, i, logging)
 
 
-@njit
+@compiled
 def post(w: World, direction: int, receiver: int, sender: int, logging: bool) -> None:
-    q = w.queue[direction, receiver]
-    slots = w.message.shape[2] - 1
+    q = queue_at(w.queues, direction * w.num_stages + receiver)
     while q.sent < q.tail:
-        note(w, logging, sender, SEND_UP if direction == VERDICTS else SEND_DOWN, w.stage[sender].length)
-        m = w.message[direction, receiver, q.sent % slots]
-        m.due = w.clock.now + w.spec[receiver].handover_ns
-        m.order = w.clock.order
-        w.clock.order += 1
-        w.clock.in_flight += 1
+        note(w, logging, sender, SEND_UP if direction == VERDICTS else SEND_DOWN, stage_at(w.stages, sender).length)
+        m = message_at(w.messages, slot_of(w, direction, receiver, q.sent))
+        m.due = w.now + spec_at(w.specs, receiver).handover_ns
+        m.order = w.order
+        w.order += 1
+        w.in_flight += 1
         q.sent += 1
 
 
-@njit
+@compiled
 def deliver(w: World, i: int, logging: bool) -> None:
     """What a stage has just sent and takes no time arrives before anything else happens."""
-    if i > 0 and w.spec[i - 1].handover_ns == 0:
-        while w.queue[VERDICTS, i - 1].arrived < w.queue[VERDICTS, i - 1].sent:
+    if i > 0 and spec_at(w.specs, i - 1).handover_ns == 0:
+        q = queue_at(w.queues, VERDICTS * w.num_stages + i - 1)
+        while q.arrived < q.sent:
             arrive(w, i - 1, VERDICTS, logging)
-    if i < w.plan.num_stages - 1 and w.spec[i + 1].handover_ns == 0:
-        while w.queue[DRAFTS, i + 1].arrived < w.queue[DRAFTS, i + 1].sent:
+    if i < w.num_stages - 1 and spec_at(w.specs, i + 1).handover_ns == 0:
+        q = queue_at(w.queues, DRAFTS * w.num_stages + i + 1)
+        while q.arrived < q.sent:
             arrive(w, i + 1, DRAFTS, logging)
 
 
-@njit
+@compiled
 def arrive(w: World, receiver: int, direction: int, logging: bool) -> None:
-    s = w.stage[receiver]
-    w.queue[direction, receiver].arrived += 1
-    w.clock.in_flight -= 1
+    s = stage_at(w.stages, receiver)
+    queue_at(w.queues, direction * w.num_stages + receiver).arrived += 1
+    w.in_flight -= 1
     note(w, logging, receiver, ARRIVE, s.length)
     if s.mode == WAIT:
         s.mode = WOKEN
         schedule(w, receiver, 0, ON_RESUME)
 
 
-@njit
+@compiled
 def settle(w: World) -> None:
     """After the end: every message arrives, target first, and the counters are closed."""
-    slots = w.message.shape[2] - 1
-    for i in range(w.plan.num_stages - 1, -1, -1):
-        s = w.stage[i]
+    for i in range(w.num_stages - 1, -1, -1):
+        s = stage_at(w.stages, i)
         receive(w, i, True)
         if s.has_request:
             s.has_request = 0
-            reconcile(w, i, slots)
+            reconcile(w, i, slot_of(w, VERDICTS, i, -1))
             if i > 0:
                 tell_upstream(w, i, 1, -1)
         if i > 0:
-            q = w.queue[VERDICTS, i - 1]
+            q = queue_at(w.queues, VERDICTS * w.num_stages + i - 1)
             while q.sent < q.tail:
-                w.message[VERDICTS, i - 1, q.sent % slots].order = w.clock.order
-                w.clock.order += 1
+                message_at(w.messages, slot_of(w, VERDICTS, i - 1, q.sent)).order = w.order
+                w.order += 1
                 q.sent += 1
-        if i < w.plan.num_stages - 1:
+        if i < w.num_stages - 1:
             s.undecided = max(0, s.length - s.booked_down)

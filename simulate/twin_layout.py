@@ -11,12 +11,13 @@ what the target will say is a few numbers, whatever its length, and comparing tw
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipespec_model.messages import Counters
+
+from .twin_memory import records_at
 
 NEVER = 2**62
 COUNTERS = tuple(Counters.__dataclass_fields__)
@@ -27,13 +28,12 @@ def _record(integers: str, floats: str = "") -> np.dtype[Any]:
                     align=True)
 
 
-PLAN = _record("num_stages first_stage chain blocking num_rates rates acceptance spread pair finish_ns",
-               "neighbour_rate")
+PLAN = _record("num_stages first_stage chain blocking num_rates rates acceptance spread pair", "neighbour_rate")
 """A pipeline with its profile.  ``rates``: place in ``numbers`` of the rates of every set of computing stages
 (``num_rates`` 0: all 1); ``acceptance``: place of the links' models; ``pair``: the two-stage loop may run it."""
 
-SPEC = _record("block buffer_tokens lookahead_down lookahead_up max_window start_ns turnaround_ns handover_ns step prefill",
-               "rollback_s turn_rate")
+SPEC = _record("block buffer_tokens lookahead_down lookahead_up max_window "
+               "start_ns turnaround_ns handover_ns finish_ns step prefill", "rollback_s turn_rate")
 """What a stage of a plan is.  ``lookahead_up`` and ``max_window`` are its upstream link's, ``buffer_tokens`` and
 ``lookahead_down`` its downstream link's; ``step`` and ``prefill``: places of latency models in ``numbers``."""
 
@@ -42,7 +42,8 @@ PROMPT = _record("prompt_length budget num_tokens rows eos num_eos", "goes_on_ra
 ``Replay``."""
 
 CASE = _record("plan prompt seed number slowness")
-"""A run: prompt ``number`` and ``seed`` choose its luck; ``slowness``: place of its stages' in ``numbers`` (-1: all 1)."""
+"""A run: prompt ``number`` and ``seed`` choose its luck; ``slowness``: place of its stages' in ``numbers``
+(-1: all 1)."""
 
 STAGE = _record(
     "length path cached rolled_back started exhausted has_turn done "
@@ -64,7 +65,31 @@ QUEUE = _record("head arrived sent tail")
 """Messages of one direction to one stage: received up to ``head``, arrived up to ``arrived``, …; they never wrap round,
 their slots do."""
 
-CLOCK = _record("now order since in_flight frontier problem num_events first_token_ns computing")
+WORLD = _record(
+    # of the plan and the prompt
+    "num_stages chain blocking num_rates rates acceptance spread "
+    "prompt_length budget num_tokens made_up end_tokens num_eos "
+    # the clock
+    "now order since in_flight frontier problem num_events first_token_ns computing "
+    # addresses, and the sizes of rings less one
+    "stages specs queues messages tails draft_tails message_tails runs rows proposal words numbers eos log log_size "
+    "slowness ring_mask slot_mask row_mask row_stride",
+    "neighbour_rate goes_on_rate")
+"""Everything that a run reads or changes, by value or by address:
+
+stages : STAGE ``[stage]``; specs : SPEC ``[stage]``; slowness : ``[stage]``
+tails, draft_tails : tokens off the target's path, by position modulo ring ``[stage, ring]``
+queues : QUEUE ``[direction, receiver]``; messages : MESSAGE ``[direction, receiver, slot]``, the last slot a request
+message_tails : their tokens off the path ``[direction, receiver, slot, ring]``
+rows : recorded choices ``[stage, position]``, or the ring of made-up ones; ``row_mask`` is all ones or the ring's
+runs : of made-up choices, agreements since the last disagreement of each link ``[stage]``
+proposal : of a lookup ``[ring]``
+words : states of the counter-based generator ``[stage, purpose]``
+"""
+
+stage_at, spec_at, queue_at, message_at = map(records_at, (STAGE, SPEC, QUEUE, MESSAGE))
+World = Any
+"""A WORLD record in compiled code."""
 
 # What a stage's process waits for.
 WAIT, WOKEN, READY, COMPUTING, COMPUTED, ENDED = 0, 1, 2, 3, 4, 5
@@ -74,39 +99,3 @@ EVENTS = ("start prefill", "start draft", "start verify", "start decode", "end",
 END, SEND_UP, SEND_DOWN, ARRIVE = 4, 5, 6, 7
 # Problems: a ring too small (run again with larger ones), or a state that the rules exclude.
 RING, EXCLUDED = 1, 2
-
-
-class World(NamedTuple):
-    """Everything that a run reads or changes.
-
-    stage : STAGE ``[stage]``; ``spec`` : SPEC ``[stage]``
-    tail, draft_tail : tokens off the target's path by position modulo ring size ``[stage, ring]``
-    run : agreements since the last disagreement of each link, in made-up prompts ``[stage]``
-    rows : recorded choices, or the ring of made-up ones, from ``base``; ``mask`` is its size - 1, or all ones
-    queue : QUEUE ``[direction, receiver]``; message : MESSAGE ``[direction, receiver, slot]``, the last slot a request
-    message_tail : their tokens off the path ``[direction, receiver, slot, ring]``
-    proposal : of a lookup ``[ring]``
-    words : states of the counter-based generator by stage and purpose ``[stage, purpose]``
-    """
-
-    plan: Any
-    prompt: Any
-    clock: Any
-    spec: NDArray[Any]
-    stage: NDArray[Any]
-    tail: NDArray[np.int64]
-    draft_tail: NDArray[np.int64]
-    run: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    base: int
-    stride: int
-    mask: int
-    queue: NDArray[Any]
-    message: NDArray[Any]
-    message_tail: NDArray[np.int64]
-    proposal: NDArray[np.int64]
-    words: NDArray[np.uint64]
-    numbers: NDArray[np.float64]
-    eos: NDArray[np.int64]
-    log: NDArray[np.int64]
-    slowness: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Cases one after the other, without Python in between: the entry of the compiled engine, and how it is kept on disk."""
+"""Cases one after the other, without Python in between: the compiled engine's entry, and how it is kept on disk."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 
 from pipespec_model import agreement, messages, uniforms
 
-from . import twin_events, twin_layout, twin_stage, twin_time, twin_tokens
+from . import twin_events, twin_layout, twin_memory, twin_stage, twin_time, twin_tokens
 from .twin_events import run_prompt, settle
 from .twin_layout import (
     CASE,
-    CLOCK,
     COUNTERS,
-    EXCLUDED,
     MESSAGE,
     PLAN,
     PROMPT,
@@ -29,12 +27,15 @@ from .twin_layout import (
     READY,
     SPEC,
     STAGE,
-    WAIT,
-    World,
+    WORLD,
+    spec_at,
+    stage_at,
 )
+from .twin_memory import compiled, integer_at
 from .twin_tokens import PURPOSES, fill_words
 
-_FIRST_COUNTER = list(STAGE.names or ()).index(COUNTERS[0])
+STAGE_WORDS = STAGE.itemsize // 8
+FIRST_COUNTER = list(STAGE.names or ()).index(COUNTERS[0])
 NUM_COUNTERS = len(COUNTERS)
 
 
@@ -51,20 +52,17 @@ class Tables(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Working memory, used again by every case; the ``raw`` arrays are the same memory as integers, to be cleared."""
+    """Working memory, used again by every case: a WORLD, and what its addresses point to."""
 
-    clock: NDArray[Any]
-    raw_clock: NDArray[np.int64]
-    stage: NDArray[Any]
-    raw_stage: NDArray[np.int64]
-    queue: NDArray[Any]
-    raw_queue: NDArray[np.int64]
-    tail: NDArray[np.int64]
-    draft_tail: NDArray[np.int64]
-    run: NDArray[np.int64]
+    world: NDArray[Any]
+    stages: NDArray[np.int64]
+    queues: NDArray[np.int64]
+    messages: NDArray[np.int64]
+    tails: NDArray[np.int64]
+    draft_tails: NDArray[np.int64]
+    message_tails: NDArray[np.int64]
+    runs: NDArray[np.int64]
     made_up: NDArray[np.int64]
-    message: NDArray[Any]
-    message_tail: NDArray[np.int64]
     proposal: NDArray[np.int64]
     words: NDArray[np.uint64]
     slowness: NDArray[np.float64]
@@ -72,16 +70,18 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, num_stages: int, ring: int) -> Scratch:
         """Rings for ``ring`` tokens and as many messages, a power of two."""
-        def cleared(shape: tuple[int, ...], record: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-            raw = np.zeros((*shape, record.itemsize // 8), dtype=np.int64)
-            return raw.view(record).reshape(shape), raw
+        k, slots = num_stages, 2 * num_stages * (ring + 1)
 
-        k = num_stages
-        return cls(*cleared((1,), CLOCK), *cleared((k,), STAGE), *cleared((2, k), QUEUE),
-                   np.zeros((k, ring), np.int64), np.zeros((k, ring), np.int64), np.zeros(k, np.int64),
-                   np.zeros(k * ring, np.int64), np.zeros((2, k, ring + 1), MESSAGE),
-                   np.zeros((2, k, ring + 1, ring), np.int64), np.zeros(ring, np.int64),
-                   np.zeros((k, len(PURPOSES)), np.uint64), np.ones(k))
+        def integers(size: int) -> NDArray[np.int64]:
+            return np.zeros(size, np.int64)
+
+        return cls(np.zeros(1, WORLD), integers(k * _words(STAGE)), integers(2 * k * _words(QUEUE)),
+                   integers(slots * _words(MESSAGE)), integers(k * ring), integers(k * ring), integers(slots * ring),
+                   integers(k), integers(k * ring), integers(ring), np.zeros(k * len(PURPOSES), np.uint64), np.ones(k))
+
+
+def _words(record: np.dtype[Any]) -> int:
+    return record.itemsize // 8
 
 
 class Outcome(NamedTuple):
@@ -98,67 +98,80 @@ class Outcome(NamedTuple):
                    np.zeros((num_cases, num_stages, NUM_COUNTERS), np.int64))
 
 
-@njit
-def begin(t: Tables, x: Scratch, number: int) -> None:
+@compiled
+def begin(w: Any, t: Tables, x: Scratch, number: int) -> None:
     """Clear the scratch and put every stage before its first event."""
     case = t.case[number]
     plan, prompt = t.plan[case.plan], t.prompt[case.prompt]
-    k = plan.num_stages
-    x.raw_clock[:] = 0
-    x.raw_stage[:] = 0
-    x.raw_queue[:] = 0
-    x.run[:] = 0
-    fill_words(x.words[:k], case.seed, case.number)
-    clock = x.clock[0]
-    clock.first_token_ns = -1
-    clock.order = k
+    k, ring = plan.num_stages, len(x.proposal)
+    w.num_stages, w.chain, w.blocking, w.spread = k, plan.chain, plan.blocking, plan.spread
+    w.num_rates, w.rates, w.acceptance = plan.num_rates, plan.rates, plan.acceptance
+    w.neighbour_rate = plan.neighbour_rate
+    w.prompt_length, w.budget, w.num_tokens = prompt.prompt_length, prompt.budget, prompt.num_tokens
+    w.end_tokens, w.num_eos, w.goes_on_rate = prompt.eos, prompt.num_eos, prompt.goes_on_rate
+    w.now = w.since = w.in_flight = w.frontier = w.problem = w.num_events = w.computing = 0
+    w.order, w.first_token_ns = k, -1
+    w.made_up = prompt.rows < 0
+    if w.made_up:
+        w.rows, w.row_mask, w.row_stride = x.made_up.ctypes.data, ring - 1, ring
+    else:
+        w.rows, w.row_mask, w.row_stride = t.rows.ctypes.data + 8 * prompt.rows, -1, prompt.num_tokens
+    w.specs = t.spec.ctypes.data + plan.first_stage * t.spec.itemsize
+    x.stages[: k * STAGE_WORDS] = 0
+    x.queues[:] = 0
+    x.runs[:] = 0
+    fill_words(w, case.seed, case.number)
     for i in range(k):
         x.slowness[i] = 1.0 if case.slowness < 0 else t.numbers[case.slowness + i]
-        s, start_ns = x.stage[i], t.spec[plan.first_stage + i].start_ns
+        s, start_ns = stage_at(w.stages, i), spec_at(w.specs, i).start_ns
         s.has_turn = i == 0 or not plan.chain
         s.length_down = plan.blocking != 0 and plan.chain == 0
         s.done = prompt.budget <= 0
         s.mode, s.due, s.ready, s.priority, s.order = READY, start_ns, start_ns, 1, i
 
 
-@njit
-def run_one(t: Tables, x: Scratch, number: int, out: Outcome, log: Any) -> None:
-    begin(t, x, number)
-    case = t.case[number]
-    plan, prompt = t.plan[case.plan], t.prompt[case.prompt]
-    k = plan.num_stages
-    recorded = prompt.rows >= 0
-    ring = x.tail.shape[1]
-    w = World(plan, prompt, x.clock[0], t.spec[plan.first_stage : plan.first_stage + k], x.stage[:k],
-              x.tail, x.draft_tail, x.run, t.rows if recorded else x.made_up, prompt.rows if recorded else 0,
-              prompt.num_tokens if recorded else ring, -1 if recorded else ring - 1, x.queue, x.message,
-              x.message_tail, x.proposal, x.words, t.numbers, t.eos, log, x.slowness)
-    run_prompt(w, len(log) > 0)
-    target = w.stage[k - 1]
-    if target.mode == WAIT and not w.clock.problem:
-        w.clock.problem = EXCLUDED
+@compiled
+def connect(w: Any, t: Tables, x: Scratch, log: Any) -> None:
+    """Addresses that are the same for every case."""
+    w.stages, w.queues, w.messages = x.stages.ctypes.data, x.queues.ctypes.data, x.messages.ctypes.data
+    w.tails, w.draft_tails = x.tails.ctypes.data, x.draft_tails.ctypes.data
+    w.message_tails = x.message_tails.ctypes.data
+    w.runs, w.proposal, w.words = x.runs.ctypes.data, x.proposal.ctypes.data, x.words.ctypes.data
+    w.slowness, w.numbers, w.eos = x.slowness.ctypes.data, t.numbers.ctypes.data, t.eos.ctypes.data
+    w.log, w.log_size = log.ctypes.data, len(log)
+    w.ring_mask = w.slot_mask = len(x.proposal) - 1
+
+
+@compiled
+def book(w: Any, number: int, out: Outcome) -> None:
+    k = w.num_stages
+    target = stage_at(w.stages, k - 1)
     figures = out.figures[number]
-    figures[0], figures[1] = w.clock.now + plan.finish_ns, max(w.clock.first_token_ns, 0)
-    figures[2], figures[4] = target.length, w.clock.num_events
-    settle(w)
-    figures[3] = w.clock.problem
+    figures[0], figures[1] = w.now + spec_at(w.specs, k - 1).finish_ns, max(w.first_token_ns, 0)
+    figures[2], figures[3], figures[4] = target.length, w.problem, w.num_events
     for i in range(k):
-        out.busy_ns[number, i] = w.stage[i].busy_ns
+        out.busy_ns[number, i] = stage_at(w.stages, i).busy_ns
         for j in range(NUM_COUNTERS):
-            out.counters[number, i, j] = x.raw_stage[i, _FIRST_COUNTER + j]
+            out.counters[number, i, j] = integer_at(w.stages, i * STAGE_WORDS + FIRST_COUNTER + j)
 
 
 @cache
 def engine() -> Any:
-    """The compiled entry ``(tables, scratch, numbers of cases, outcome, log)``; compiled at its first call, or loaded."""
-    sources = _digest([twin_layout, twin_tokens, twin_time, twin_stage, twin_events, agreement, messages, uniforms])
+    """The entry ``(tables, scratch, numbers of cases, outcome, log)``: compiled at its first call, or loaded."""
+    sources = _digest([twin_layout, twin_memory, twin_tokens, twin_time, twin_stage, twin_events, agreement, messages,
+                       uniforms])
 
     def run_numbered(t: Tables, x: Scratch, chosen: Any, out: Outcome, log: Any) -> int:
+        w = x.world[0]
+        connect(w, t, x, log)
         for number in chosen:
-            run_one(t, x, number, out, log)
+            begin(w, t, x, number)
+            run_prompt(w, len(log) > 0)
+            settle(w)
+            book(w, number, out)
         return sources and len(chosen)
 
-    return njit(run_numbered, cache=True, nogil=True)
+    return njit(run_numbered, cache=True, nogil=True, error_model="numpy")
 
 
 def _digest(modules: list[ModuleType]) -> int:
@@ -177,7 +190,8 @@ def prepare() -> float | None:
     if run.signatures:
         return None
     start = time.perf_counter()
-    empty = Tables(*(np.zeros(0, record) for record in (PLAN, SPEC, PROMPT, CASE)), np.zeros(0), np.zeros(0, np.int64),
-                   np.zeros(0, np.int64))
-    run(empty, Scratch.of(1, 1), np.zeros(0, np.int64), Outcome.of(0, 1), np.zeros((0, 4), np.int64))
+    no_tokens = np.zeros(0, np.int64)
+    empty = Tables(np.zeros(0, PLAN), np.zeros(0, SPEC), np.zeros(0, PROMPT), np.zeros(0, CASE), np.zeros(0), no_tokens,
+                   no_tokens)
+    run(empty, Scratch.of(1, 1), no_tokens, Outcome.of(0, 1), np.zeros((0, 4), np.int64))
     return None if sum(run.stats.cache_hits.values()) else time.perf_counter() - start

@@ -7,12 +7,12 @@ applied innermost first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from pipespec_model.latency import Affine, Constant, Empirical, LatencyModel, Roofline, Scaled, Table
+
+from .twin_memory import compiled
+from .twin_memory import number_at as at
 
 NS = 1e9
 CONSTANT, AFFINE, TABLE, EMPIRICAL, ROOFLINE = range(5)
@@ -46,73 +46,75 @@ def encode_latency(model: LatencyModel, spread: bool) -> list[float] | None:
     return [*head, len(factors), *factors]
 
 
-@njit
-def is_constant(numbers: Any, place: int) -> bool:
-    return numbers[place] == CONSTANT
+@compiled
+def is_constant(numbers: int, place: int) -> bool:
+    return at(numbers, place) == CONSTANT
 
 
-@njit
-def step_seconds(numbers: Any, place: int, width: int, context: int, draw: float) -> float:
+@compiled
+def step_seconds(numbers: int, place: int, width: int, context: int, draw: float) -> float:
     """``LatencyModel.sample_s``."""
-    kind = int(numbers[place])
+    kind = int(at(numbers, place))
     a = place + 1
     if kind == CONSTANT:
-        seconds, end = numbers[a], a + 1
+        seconds, end = at(numbers, a), a + 1
     elif kind == AFFINE:
-        at_width = numbers[a] if width <= 1 else numbers[a + 1] + numbers[a + 2] * width
-        seconds, end = at_width + numbers[a + 3] * context, a + 4
+        at_width = at(numbers, a) if width <= 1 else at(numbers, a + 1) + at(numbers, a + 2) * width
+        seconds, end = at_width + at(numbers, a + 3) * context, a + 4
     elif kind == TABLE:
-        n, m = int(numbers[a]), int(numbers[a + 1])
+        n, m = int(at(numbers, a)), int(at(numbers, a + 1))
         seconds, end = _table(numbers, a, width, context, draw), a + 4 + 2 * n + m
     elif kind == EMPIRICAL:
-        n = int(numbers[a])
+        n = int(at(numbers, a))
         seconds, end = _quantile(numbers, a + 1, n, draw), a + 1 + n
     else:
-        memory = (numbers[a] + numbers[a + 4] * context) / numbers[a + 2]
-        seconds, end = numbers[a + 5] + max(memory, width * numbers[a + 1] / numbers[a + 3]), a + 6
-    for i in range(int(numbers[end])):
-        seconds = numbers[end + 1 + i] * seconds
+        memory = (at(numbers, a) + at(numbers, a + 4) * context) / at(numbers, a + 2)
+        seconds, end = at(numbers, a + 5) + max(memory, width * at(numbers, a + 1) / at(numbers, a + 3)), a + 6
+    for i in range(int(at(numbers, end))):
+        seconds = at(numbers, end + 1 + i) * seconds
     return seconds
 
 
-@njit
-def _table(numbers: Any, a: int, width: int, context: int, draw: float) -> float:
-    n, m = int(numbers[a]), int(numbers[a + 1])
+@compiled
+def _table(numbers: int, a: int, width: int, context: int, draw: float) -> float:
+    n, m = int(at(numbers, a)), int(at(numbers, a + 1))
     w, s = a + 4, a + 4 + n
     last = n - 1
-    if n > 1 and width > numbers[w + last]:
-        slope = max(0.0, (numbers[s + last] - numbers[s + last - 1]) / (numbers[w + last] - numbers[w + last - 1]))
-        at_width = numbers[s + last] + slope * (width - numbers[w + last])
-    elif width <= numbers[w]:
-        at_width = numbers[s]
-    elif width >= numbers[w + last]:
-        at_width = numbers[s + last]
+    if n > 1 and width > at(numbers, w + last):
+        rise = at(numbers, s + last) - at(numbers, s + last - 1)
+        run = at(numbers, w + last) - at(numbers, w + last - 1)
+        slope = max(0.0, rise / run)
+        at_width = at(numbers, s + last) + slope * (width - at(numbers, w + last))
+    elif width <= at(numbers, w):
+        at_width = at(numbers, s)
+    elif width >= at(numbers, w + last):
+        at_width = at(numbers, s + last)
     else:
         j = 0
-        while numbers[w + j + 1] <= width:
+        while at(numbers, w + j + 1) <= width:
             j += 1
-        slope = (numbers[s + j + 1] - numbers[s + j]) / (numbers[w + j + 1] - numbers[w + j])
-        at_width = slope * (width - numbers[w + j]) + numbers[s + j]
-    mean = max(at_width + numbers[a + 2] * (context - numbers[a + 3]), 0.0)
+        slope = (at(numbers, s + j + 1) - at(numbers, s + j)) / (at(numbers, w + j + 1) - at(numbers, w + j))
+        at_width = slope * (width - at(numbers, w + j)) + at(numbers, s + j)
+    mean = max(at_width + at(numbers, a + 2) * (context - at(numbers, a + 3)), 0.0)
     if m == 0:
         return mean
     q = s + n
     i = min(int(draw * (m - 1)), m - 2)
-    ratio = numbers[q + i] + (numbers[q + i + 1] - numbers[q + i]) * (draw * (m - 1) - i)
+    ratio = at(numbers, q + i) + (at(numbers, q + i + 1) - at(numbers, q + i)) * (draw * (m - 1) - i)
     return mean * ratio
 
 
-@njit
-def _quantile(numbers: Any, first: int, n: int, draw: float) -> float:
+@compiled
+def _quantile(numbers: int, first: int, n: int, draw: float) -> float:
     """np.quantile of sorted numbers, linear: a + (b - a) t, from the nearer end."""
     place = draw * (n - 1)
     i = int(np.floor(place))
     t = place - i
-    low, high = numbers[first + i], numbers[first + min(i + 1, n - 1)]
+    low, high = at(numbers, first + i), at(numbers, first + min(i + 1, n - 1))
     return low + (high - low) * t if t < 0.5 else high - (high - low) * (1 - t)
 
 
-@njit
+@compiled
 def to_ns(seconds: float) -> int:
     """Halves to even, like Python's round."""
     return int(np.rint(seconds * NS))

@@ -9,162 +9,167 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from pipespec_model import uniforms
 from pipespec_model.agreement import MADE_UP, NO_PROPOSAL
 
-from .twin_layout import EXCLUDED, RING, World
+from .twin_layout import EXCLUDED, RING, World, stage_at
+from .twin_memory import compiled, integer_at, number_at, put_integer, put_word, word_at
 
-mix = njit(uniforms.mix)
+mix: Any = compiled(uniforms.mix)
 PURPOSES = (uniforms.STEP_TIME, uniforms.ON_PATH, uniforms.OFF_PATH, uniforms.TOKEN)
 STEP_TIME, ON_PATH, OFF_PATH, TOKEN = range(4)  # columns of World.words
 
 
-@njit
+@compiled
 def unit(word: Any) -> float:
     """A word as a number in [0, 1), as uniforms.uniform makes it."""
     return (word >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
-@njit
+@compiled
 def drawn(w: World, stage: int, purpose: int, index: int) -> Any:
-    return mix(w.words[stage, purpose], np.uint64(index))
+    return mix(word_at(w.words, stage * len(PURPOSES) + purpose), np.uint64(index))
 
 
-@njit
-def fill_words(words: Any, seed: int, number: int) -> None:
+@compiled
+def fill_words(w: World, seed: int, number: int) -> None:
     """The generator's states for a prompt: one a stage and purpose."""
     prompt = mix(mix(np.uint64(0), np.uint64(seed)), np.uint64(number))
-    for stage in range(len(words)):
+    for stage in range(w.num_stages):
         state = mix(prompt, np.uint64(stage))
         for column, purpose in enumerate(PURPOSES):
-            words[stage, column] = mix(state, np.uint64(purpose))
+            put_word(w.words, stage * len(PURPOSES) + column, mix(state, np.uint64(purpose)))
 
 
 # -- choices along the target's path ------------------------------------------------------------
 
 
-@njit
+@compiled
 def target_token(w: World, position: int) -> int:
     """The target's own token; made-up prompts count (agreement.synthetic)."""
-    if w.prompt.rows < 0:
+    if w.made_up:
         return position + 1
-    return w.rows[w.base + (w.plan.num_stages - 1) * w.stride + position]
+    return integer_at(w.rows, (w.num_stages - 1) * w.row_stride + position)
 
 
-@njit
+@compiled
 def own_choice(w: World, stage: int, position: int) -> int:
     """What the stage chooses after the target's prefix of that length."""
-    if w.prompt.rows < 0:
-        if stage == w.plan.num_stages - 1:
+    if w.made_up:
+        if stage == w.num_stages - 1:
             return position + 1
-        while w.clock.frontier <= position:
+        while w.frontier <= position:
             make_up_row(w)
-        if position <= w.clock.frontier - 1 - w.stride:
-            w.clock.problem = RING
-    return w.rows[w.base + stage * w.stride + (position & w.mask)]
+        if position <= w.frontier - 1 - w.row_stride:
+            w.problem = RING
+    return integer_at(w.rows, stage * w.row_stride + (position & w.row_mask))
 
 
-@njit
+@compiled
 def make_up_row(w: World) -> None:
     """agreement.synthetic for one more position: from the target down, a stage's token is its downstream's with the
     link's probability, which may depend on the agreements before."""
-    position = w.clock.frontier
-    w.clock.frontier += 1
-    token, place = position + 1, w.plan.acceptance
-    slot = w.base + (position & w.mask)
-    for stage in range(w.plan.num_stages - 2, -1, -1):
-        size = int(w.numbers[place])
+    position = w.frontier
+    w.frontier += 1
+    token, place = position + 1, w.acceptance
+    slot = position & w.row_mask
+    for stage in range(w.num_stages - 2, -1, -1):
+        size, run = int(number_at(w.numbers, place)), integer_at(w.runs, stage)
         if size > 0:
             draw = unit(drawn(w, stage, ON_PATH, position))
-            bit = draw < w.numbers[place + 1 + min(w.run[stage], size - 1)]
+            bit = draw < number_at(w.numbers, place + 1 + min(run, size - 1))
         else:  # recorded bits, which repeat
             size = -size
-            bit = w.numbers[place + 1 + position % size] > 0
+            bit = number_at(w.numbers, place + 1 + position % size) > 0
         place += size + 1
-        w.run[stage] = w.run[stage] + 1 if bit else 0
+        put_integer(w.runs, stage, run + 1 if bit else 0)
         if not bit:
             token = made_up(w, stage, position, 0)
-        w.rows[slot + stage * w.stride] = token
+        put_integer(w.rows, slot + stage * w.row_stride, token)
 
 
-@njit
+@compiled
 def made_up(w: World, stage: int, position: int, last: int) -> int:
     word = mix(drawn(w, stage, TOKEN, position), np.uint64(last))
-    return MADE_UP + np.int64(word >> np.uint64(12))
+    return int(MADE_UP + np.int64(word >> np.uint64(12)))
 
 
-@njit
+@compiled
 def stray_choice(w: World, stage: int, position: int, last: int, draft: int, has_draft: bool) -> int:
     """A choice that is not recorded: its upstream's at the neighbour rate, else a token of its own."""
     while stage > 0 and (
-            unit(mix(drawn(w, stage, OFF_PATH, position), np.uint64(last))) < w.plan.neighbour_rate):
+            unit(mix(drawn(w, stage, OFF_PATH, position), np.uint64(last))) < w.neighbour_rate):
         if has_draft:
             return draft
         stage -= 1
     return made_up(w, stage, position, last)
 
 
-@njit
+@compiled
 def is_end(w: World, token: int) -> bool:
-    for i in range(w.prompt.eos, w.prompt.eos + w.prompt.num_eos):
-        if w.eos[i] == token:
-            return True
-    return False
+    found = False
+    for i in range(w.end_tokens, w.end_tokens + w.num_eos):
+        found = found or integer_at(w.eos, i) == token
+    return found
 
 
 # -- sequences ----------------------------------------------------------------------------------
 
 
-@njit
+@compiled
 def token_at(w: World, stage: int, position: int) -> int:
-    if position < w.stage[stage].path:
+    if position < stage_at(w.stages, stage).path:
         return target_token(w, position)
-    return w.tail[stage, position & (w.tail.shape[1] - 1)]
+    return integer_at(w.tails, stage * (w.ring_mask + 1) + (position & w.ring_mask))
 
 
-@njit
+@compiled
 def draft_at(w: World, stage: int, position: int) -> int:
-    if position < w.stage[stage].draft_path:
+    if position < stage_at(w.stages, stage).draft_path:
         return target_token(w, position)
-    return w.draft_tail[stage, position & (w.draft_tail.shape[1] - 1)]
+    return integer_at(w.draft_tails, stage * (w.ring_mask + 1) + (position & w.ring_mask))
 
 
-@njit
+@compiled
+def put_draft(w: World, stage: int, position: int, token: int) -> None:
+    put_integer(w.draft_tails, stage * (w.ring_mask + 1) + (position & w.ring_mask), token)
+
+
+@compiled
 def append(w: World, stage: int, token: int) -> None:
-    s = w.stage[stage]
-    if s.path == s.length and s.length < w.prompt.num_tokens and token == target_token(w, s.length):
+    s = stage_at(w.stages, stage)
+    if s.path == s.length and s.length < w.num_tokens and token == target_token(w, s.length):
         s.path += 1
     else:
-        if s.length - s.path >= w.tail.shape[1]:
-            w.clock.problem = RING
-        w.tail[stage, s.length & (w.tail.shape[1] - 1)] = token
+        if s.length - s.path > w.ring_mask:
+            w.problem = RING
+        put_integer(w.tails, stage * (w.ring_mask + 1) + (s.length & w.ring_mask), token)
     s.length += 1
 
 
-@njit
+@compiled
 def append_path(w: World, stage: int, end: int) -> None:
     """Append what the target says up to position ``end``, to a sequence that is on its path."""
-    s = w.stage[stage]
+    s = stage_at(w.stages, stage)
     if end > s.length:
         if s.path != s.length:
-            w.clock.problem = EXCLUDED
+            w.problem = EXCLUDED
         s.path = s.length = end
 
 
-@njit
+@compiled
 def truncate(w: World, stage: int, length: int) -> None:
-    s = w.stage[stage]
+    s = stage_at(w.stages, stage)
     s.length = length
     s.path = min(s.path, length)
 
 
-@njit
+@compiled
 def keep_drafts_beyond(w: World, stage: int, start: int) -> None:
     """Of the waiting drafts, which continued the sequence when it ended at ``start``, keep those beyond it, provided
     that what was appended since is what they say."""
-    s = w.stage[stage]
+    s = stage_at(w.stages, stage)
     fits = start + s.num_drafts >= s.length
     position = max(start, min(s.path, s.draft_path))
     while fits and position < s.length:
@@ -176,24 +181,24 @@ def keep_drafts_beyond(w: World, stage: int, start: int) -> None:
 # -- a lookup's proposals -----------------------------------------------------------------------
 
 
-@njit
+@compiled
 def propose(w: World, stage: int, limit: int) -> int:
     """Replay.propose: fills ``w.proposal``; returns how many tokens."""
-    s = w.stage[stage]
+    s = stage_at(w.stages, stage)
     position, on_path = s.length, s.path == s.length
     last = token_at(w, stage, position - 1) if position else 0
     found = 0
     while found < limit:
-        recorded = on_path and position < w.prompt.num_tokens
+        recorded = on_path and position < w.num_tokens
         token = own_choice(w, stage, position) if recorded else stray_choice(w, stage, position, last, 0, False)
         if token == NO_PROPOSAL or not (
-                on_path or unit(mix(drawn(w, stage, ON_PATH, position), np.uint64(last))) < w.prompt.goes_on_rate):
+                on_path or unit(mix(drawn(w, stage, ON_PATH, position), np.uint64(last))) < w.goes_on_rate):
             break
         on_path = recorded and token == target_token(w, position)
-        if found >= len(w.proposal):
-            w.clock.problem = RING
+        if found > w.ring_mask:
+            w.problem = RING
             break
-        w.proposal[found] = token
+        put_integer(w.proposal, found, token)
         last = token
         position += 1
         found += 1
