@@ -150,7 +150,10 @@ def work_ns(w: World, i: int) -> int:
         draw = unit(drawn(w, i, STEP_TIME, s.num_steps))
     s.num_steps += 1
     seconds = step_seconds(w.numbers, place, width, s.context, draw)
-    seconds *= number_at(w.slowness, i) / spec.turn_rate
+    after_another = w.computed_last >= 0 and w.computed_last != i
+    seconds *= number_at(w.slowness, i) / (spec.turn_rate if after_another else 1.0)
+    if not spec.block:
+        w.computed_last = i
     return to_ns(seconds + (spec.rollback_s if s.step_rolled_back else 0.0))
 
 

@@ -70,7 +70,7 @@ WORLD = _record(
     "num_stages chain blocking num_rates rates acceptance spread "
     "prompt_length budget num_tokens made_up end_tokens num_eos "
     # the clock
-    "now order since in_flight frontier problem num_events first_token_ns computing "
+    "now order since in_flight frontier problem num_events first_token_ns computing computed_last "
     # addresses, and the sizes of rings less one
     "stages specs queues messages tails draft_tails message_tails runs rows proposal words numbers eos log log_size "
     "slowness ring_mask slot_mask row_mask row_stride",

@@ -110,7 +110,7 @@ def begin(w: Any, t: Tables, x: Scratch, number: int) -> None:
     w.prompt_length, w.budget, w.num_tokens = prompt.prompt_length, prompt.budget, prompt.num_tokens
     w.end_tokens, w.num_eos, w.goes_on_rate = prompt.eos, prompt.num_eos, prompt.goes_on_rate
     w.now = w.since = w.in_flight = w.frontier = w.problem = w.num_events = w.computing = 0
-    w.order, w.first_token_ns = k, -1
+    w.order, w.first_token_ns, w.computed_last = k, -1, -1
     w.made_up = prompt.rows < 0
     if w.made_up:
         w.rows, w.row_mask, w.row_stride = x.made_up.ctypes.data, ring - 1, ring

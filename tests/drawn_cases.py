@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class Drawn:
         if self.recorded is not None:
             return self.recorded
         stages = self.pipeline.stages
-        models = [self.profile.pair(a, b) for a, b in zip(stages, stages[1:], strict=False)]
+        models = [self.profile.pair(a, b) for a, b in itertools.pairwise(stages)]
         return synthetic([s.choice_key for s in stages], models, num_tokens=self.num_tokens, seed=self.seed)
 
 
@@ -95,7 +96,7 @@ def profiles(draw: st.DrawFn, spec: PipelineSpec) -> Profile:
             contention.append(Contention({name: draw(rate) for name in names[:2]}))
     turns = (Contention({name: draw(st.sampled_from([0.6, 1.0])) for name in names}),) if draw(st.booleans()) else ()
     slowness = {name: (1.0, 1.1, 1.9) for name in names if draw(st.booleans()) and draw(st.booleans())}
-    acceptance = {f"{a}>{b}": draw(MODELS) for a, b in zip(names, names[1:], strict=False)}
+    acceptance = {f"{a}>{b}": draw(MODELS) for a, b in itertools.pairwise(names)}
     return Profile(latency, acceptance, tuple(contention), turns, costs, slowness=slowness,
                    neighbour_rate=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])))
 
