@@ -100,6 +100,7 @@ class Profile:
     timing_spread : relative standard error of the machine's mean speed during calibration
     slowness : by stage key, with the cores and without: how many times slower than undisturbed the machine
         was during calibration, as increasing quantiles; no entry = never disturbed
+    memory_bytes : of a model's weights and cache, by choice key or stage name
     origin : ``assumed`` or ``fitted``; ``source`` says from what
     """
 
@@ -111,6 +112,7 @@ class Profile:
     agreement: tuple[Agreement, ...] = ()
     timing_spread: float = 0.0
     slowness: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    memory_bytes: dict[str, float] = field(default_factory=dict)
     neighbour_rate: float = 0.9
     origin: str = "assumed"
     source: str = ""
@@ -183,6 +185,8 @@ class Profile:
         if not 0 <= self.neighbour_rate <= 1:
             raise InputError("neighbour_rate", "must be in [0, 1]", self.neighbour_rate)
         non_negative("timing_spread", self.timing_spread)
+        for key, needed in self.memory_bytes.items():
+            non_negative(f"memory_bytes.{key}", needed)
         for key, quantiles in self.slowness.items():
             if not quantiles or list(quantiles) != sorted(quantiles) or not 0 < quantiles[0] <= quantiles[-1] < np.inf:
                 raise InputError(f"slowness.{key}", "must be numbers > 0 that increase", list(quantiles))
@@ -196,6 +200,7 @@ class Profile:
             "contention": [entry.rates for entry in self.contention],
             "turns": [entry.rates for entry in self.turns],
             "slowness": {key: list(value) for key, value in self.slowness.items()},
+            "memory_bytes": dict(self.memory_bytes),
             "costs": {key: value.__dict__ for key, value in self.costs.items()},
             "agreement": [entry.to_dict() for entry in self.agreement],
         }
@@ -221,6 +226,7 @@ class Profile:
                 contention=tuple(Contention(dict(rates)) for rates in data.get("contention") or ()),
                 turns=tuple(Contention(dict(rates)) for rates in data.get("turns") or ()),
                 slowness={key: tuple(value) for key, value in (data.get("slowness") or {}).items()},
+                memory_bytes=dict(data.get("memory_bytes") or {}),
                 costs={key: Costs(**value) for key, value in (data.get("costs") or {}).items()},
                 agreement=tuple(Agreement.from_dict(entry) for entry in data.get("agreement") or ()),
                 timing_spread=float(data.get("timing_spread", 0.0)),

@@ -17,6 +17,7 @@ from pipespec_model.trace import load_trace, save_trace
 from .choose import choose_lookaheads
 from .estimate import estimate_command
 from .figures import figures
+from .plan_command import plan_command
 from .run import agreements_for, replication_prompts, simulate
 from .sweep_command import sweep_command
 from .timeline import save_chrome_trace, save_timeline
@@ -161,8 +162,24 @@ def trace_command(
     print(out / "timeline.png")
 
 
+@app.command("plot")
+def plot_command(
+    table: Annotated[Path, typer.Argument(help="folder, Parquet or CSV of a sweep")],
+    out: Annotated[Path | None, typer.Option(help="folder for the pictures; default: beside the table")] = None,
+) -> None:
+    """Draw what a sweep's table shows: maps with the break-even line, speed-up curves, devices, use of stages."""
+    from .pictures import draw_all  # matplotlib and pandas load when a picture is asked for
+    from .store import load_table
+
+    out = out or (table if table.is_dir() else table.parent)
+    make_folder(out)
+    for path in draw_all(load_table(table), out):
+        print(path)
+
+
 app.command("sweep")(sweep_command)
 app.command("estimate")(estimate_command)
+app.command("plan")(plan_command)
 
 
 def main(args: list[str] | None = None) -> None:
