@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from pipespec_model import metrics
@@ -41,12 +43,20 @@ def figures(spec: PipelineSpec, traces: list[Trace], plain: list[Trace]) -> dict
 
 
 def mean(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean and 90% interval (Student's t) over replications; None where there is nothing."""
+    """Mean and 90% interval over replications; None where there is nothing."""
     found = np.array([value for value in values if value is not None], dtype=float)
     if not len(found):
         return {"value": None, "interval": None}
-    interval = None
-    if len(found) > 1:
-        half = float(stats.t.ppf(0.95, len(found) - 1) * found.std(ddof=1) / np.sqrt(len(found)))
-        interval = [float(found.mean()) - half, float(found.mean()) + half]
-    return {"value": float(found.mean()), "interval": interval}
+    middle, half = float(found.mean()), half_width(found)
+    return {"value": middle, "interval": None if half is None else [middle - half, middle + half]}
+
+
+def half_width(values: NDArray[np.float64]) -> float | None:
+    """Of the mean's 90% interval (Student's t) over independent values; None of a single one."""
+    n = len(values)
+    return float(_t95(n - 1) * values.std(ddof=1) / np.sqrt(n)) if n > 1 else None
+
+
+@cache
+def _t95(degrees: int) -> float:
+    return float(stats.t.ppf(0.95, degrees))

@@ -27,7 +27,7 @@ def varied(table: pd.DataFrame) -> list[str]:
     """The columns that were varied: those between ``point`` and ``pipeline`` with more than one value."""
     names = list(table.columns)
     own = names[names.index("point") + 1 : names.index("pipeline")]
-    return [name for name in own if table[name].nunique() > 1]
+    return [name for name in own if name != "problem" and table[name].nunique() > 1]
 
 
 def draw_all(table: pd.DataFrame, out: Path) -> list[Path]:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.profile import Profile
 from pipespec_model.spec import PipelineSpec
 
-from .figures import figures
-from .run import replication_prompts, simulate
+from .batch import Point, Runs, simulate_all
 
 Row = dict[str, Any]
 
@@ -85,58 +84,33 @@ class Effort:
         return asdict(self)
 
 
-def row(spec: PipelineSpec, profile: Profile, effort: Effort) -> Row:
-    """All columns of a configuration but ``point`` and the varied fields."""
-    out: Row = {
+def rows(points: Sequence[Point], effort: Effort) -> list[Row]:
+    """All columns but ``point`` and the varied fields, one row a configuration."""
+    out: list[Row] = [{
         "pipeline": spec.label, "strategy": spec.strategy, "handshake": spec.handshake if spec.links else "",
         "num_stages": len(spec.stages), "num_devices": len({stage.device for stage in spec.stages})}
-    said = _predicted(spec, profile, effort) if effort.predicted or effort.engine == "analytic" else {}
+        for spec, _ in points]
     if effort.engine == "events":
-        out |= _simulated(spec, profile, effort)
-    elif said["predicted_tokens_per_s"] is not None:
-        alone = _predicted(PipelineSpec.alone(spec.target), profile, effort)["predicted_tokens_per_s"]
-        out |= {"tokens_per_s": said["predicted_tokens_per_s"], "speedup": said["predicted_tokens_per_s"] / alone,
-                "mean_acceptance_length": said["mean_acceptance_length"]}
-    else:
-        raise InputError(spec.label, "must be in a formula's range for --engine analytic", mend=said["why"])
-    return out | {key: value for key, value in said.items() if key in COLUMNS and key not in out}
-
-
-def _simulated(spec: PipelineSpec, profile: Profile, effort: Effort) -> Row:
-    traces: list[Any] = []
-    plain: list[Any] = []
-    target = PipelineSpec.alone(spec.target)
-    wanted = max(effort.replications, 2) if effort.half_width else effort.replications
-    while True:
-        for number in range(effort.seed + len(traces), effort.seed + wanted):
-            prompts = replication_prompts(spec, profile, num_prompts=effort.num_prompts, num_tokens=effort.num_tokens,
-                                          seed=number)
-            traces.append(simulate(spec, profile, prompts, seed=number))
-            texts = [agreement.select([spec.target.choice_key]) for agreement in prompts]
-            plain.append(traces[-1] if spec == target else simulate(target, profile, texts, seed=number))
-        result = figures(spec, traces, plain)
-        if effort.half_width is None or wanted >= effort.max_replications or (
-                _relative_half(result["tokens_per_s"]) <= effort.half_width):
-            return _flat(result)
-        wanted = min(effort.max_replications, math.ceil(1.5 * wanted))
-
-
-def _relative_half(figure: dict[str, Any]) -> float:
-    low, high = figure["interval"]
-    return (high - low) / 2 / figure["value"]
-
-
-def _flat(result: dict[str, Any]) -> Row:
-    out: Row = {"num_replications": result["replications"], "num_tokens": result["num_tokens"]}
-    for name in ("tokens_per_s", "speedup"):
-        low, high = result[name]["interval"] or (None, None)
-        out |= {name: result[name]["value"], f"{name}_low": low, f"{name}_high": high}
-    for name in ("mean_acceptance_length", "ttft_s"):
-        out[name] = result[name]["value"]
-    for i, stage in enumerate(result["stages"]):
-        for name in ("busy", "waiting", "wasted"):
-            out[f"stage_{i}_{name}"] = stage[name]["value"]
+        runs = Runs(effort.num_prompts, effort.num_tokens, effort.seed)
+        simulated = simulate_all(points, runs, effort.replications, narrow=effort.half_width,
+                                 most=effort.max_replications)
+        out = [a | b for a, b in zip(out, simulated, strict=True)]
+    if effort.predicted or effort.engine == "analytic":
+        for found, (spec, profile) in zip(out, points, strict=True):
+            said = _predicted(spec, profile, effort)
+            if effort.engine == "analytic":
+                found |= _by_formula(said, spec, profile, effort)
+            found |= {key: value for key, value in said.items() if key in COLUMNS and key not in found}
     return out
+
+
+def _by_formula(said: Row, spec: PipelineSpec, profile: Profile, effort: Effort) -> Row:
+    """The figures of a row whose only source is a formula; where there is none it says so."""
+    if said["predicted_tokens_per_s"] is None:
+        return {"problem": f"{spec.label} must be in a formula's range for --engine analytic: {said['why']}"}
+    alone = _predicted(PipelineSpec.alone(spec.target), profile, effort)["predicted_tokens_per_s"]
+    return {"tokens_per_s": said["predicted_tokens_per_s"], "speedup": said["predicted_tokens_per_s"] / alone,
+            "mean_acceptance_length": said["mean_acceptance_length"]}
 
 
 def _predicted(spec: PipelineSpec, profile: Profile, effort: Effort) -> Row:

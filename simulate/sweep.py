@@ -22,8 +22,9 @@ from pipespec_model.errors import InputError
 from pipespec_model.profile import Profile
 from pipespec_model.spec import PipelineSpec
 
+from .batch import Point
 from .points import Changes, Design, Kind
-from .row import Effort, Row, row
+from .row import Effort, Row, rows
 from .store import Store, table
 from .vary import Axis, Value, axes_of
 
@@ -59,16 +60,17 @@ class Sweep:
     def rows(self, indices: Sequence[int], changes: Changes | None = None) -> list[Row]:
         """Rows of these points."""
         changes = changes or self.changes()
-        out = []
+        heads: list[Row] = []
+        points: list[Point | str] = []
         for index, values in zip(indices, self.design.rows(indices), strict=True):
-            head = {"point": index} | dict(zip((axis.column for axis in self.design.axes), values, strict=True))
+            heads.append({"point": index} | dict(zip((axis.column for axis in self.design.axes), values, strict=True)))
             try:
-                spec, profile = changes.at(values)
-                found = row(spec, profile, self.effort) | {"problem": None}
+                points.append(changes.at(values))
             except InputError as error:
-                found = {"problem": str(error)}
-            out.append(head | found)
-        return out
+                points.append(str(error))
+        found = iter(rows([point for point in points if not isinstance(point, str)], self.effort))
+        return [head | ({"problem": point} if isinstance(point, str) else {"problem": None} | next(found))
+                for head, point in zip(heads, points, strict=True)]
 
 
 @dataclass(frozen=True)

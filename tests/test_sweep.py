@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,17 @@ import pytest
 from sweeps import CHAIN, PAIR, PROFILE, lines, written
 
 from pipespec_model.__main__ import main
+from pipespec_model.acceptance import IID
+from pipespec_model.agreement import synthetic
 from pipespec_model.errors import InputError
 from pipespec_model.predict import predict
+from pipespec_model.spec import PipelineSpec
 from simulate import sweep_command
+from simulate.batch import Runs, simulate_all
+from simulate.figures import figures
 from simulate.points import Design
 from simulate.row import Effort, is_documented
+from simulate.run import replication_prompts, simulate
 from simulate.store import Store, load_table
 from simulate.sweep import Sweep, Workers, run_sweep, sweep
 from simulate.vary import axes_of
@@ -70,6 +77,33 @@ def test_the_formula_stands_beside_the_simulation():
     formula = sweep(CHAIN, PROFILE, {"depth": [1, 2]}, effort=Effort(engine="analytic"))
     assert formula["speedup"][0] == 1.0
     assert formula["tokens_per_s"].tolist() == formula["predicted_tokens_per_s"].tolist()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("spec", [PAIR, CHAIN, PAIR.model_copy(update={"strategy": "speculative"})],
+                         ids=["pair", "chain", "synchronous"])
+def test_a_row_is_what_the_traces_say(spec: PipelineSpec, recorded: bool):
+    """Every figure of a row is the mean over replications of the figure that metrics.py computes from a trace, the
+    speed-up that over the target's own run of the same texts."""
+    names, models = [s.choice_key for s in CHAIN.stages], [IID(0.6), IID(0.8)]
+    texts = [synthetic(names, models, num_tokens=30, seed=3, prompt=i) for i in range(3)]
+    profile = replace(PROFILE, agreement=tuple(texts)) if recorded else PROFILE
+    (row,) = simulate_all([(spec, profile)], Runs(num_prompts=2, num_tokens=40, seed=5), 3)
+    traces, plain = [], []
+    for seed in (5, 6, 7):
+        prompts = replication_prompts(spec, profile, num_prompts=2, num_tokens=40, seed=seed)
+        traces.append(simulate(spec, profile, prompts, seed=seed))
+        alone = [text.select([spec.target.choice_key]) for text in prompts]
+        plain.append(simulate(PipelineSpec.alone(spec.target), profile, alone, seed=seed))
+    said = figures(spec, traces, plain)
+    for name in ("tokens_per_s", "speedup", "mean_acceptance_length", "ttft_s"):
+        assert row[name] == pytest.approx(said[name]["value"]), name
+    for name in ("tokens_per_s", "speedup"):
+        assert (row[f"{name}_low"], row[f"{name}_high"]) == pytest.approx(tuple(said[name]["interval"]))
+    for i, stage in enumerate(said["stages"]):
+        for name in ("busy", "waiting", "wasted"):
+            assert row[f"stage_{i}_{name}"] == pytest.approx(stage[name]["value"]), (i, name)
+    assert row["num_tokens"] == said["num_tokens"]
 
 
 def test_rows_meet_the_same_luck():
@@ -153,8 +187,8 @@ def test_kill_9_in_mid_sweep_then_resume(tmp_path):
     """A killed sweep's rows stay, the resumed one adds the others; no row is lost or doubled, and the table is
     that of a sweep that was left alone."""
     options = ["--vary", "links.0.acceptance_rate=0.1..0.9:17", "--vary", "links.0.lookahead=0..5", "--num-tokens",
-               "60", "--replications", "2", "--no-predicted", "--jobs", "1"]
-    command = ["sweep", *written(tmp_path), *options]
+               "8000", "--replications", "2", "--no-predicted", "--jobs", "1"]
+    command = ["sweep", *written(tmp_path, CHAIN), *options]
     child = subprocess.Popen([sys.executable, "-m", "simulate", *command, "--out", str(tmp_path / "killed")], cwd=ROOT,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     rows = tmp_path / "killed" / "rows.jsonl"

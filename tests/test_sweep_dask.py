@@ -7,7 +7,7 @@ import signal
 
 import pandas as pd
 import pytest
-from sweeps import PAIR, PROFILE, lines
+from sweeps import CHAIN, PAIR, PROFILE, lines
 
 from pipespec_model.errors import InputError
 from simulate.points import Design
@@ -35,7 +35,7 @@ def test_a_worker_killed_in_mid_sweep_costs_no_row(cluster, tmp_path):
     """Two worker processes, one of them killed by SIGKILL after some rows: the table is that of one process
     here, cell by cell, and each row was written once."""
     vary = {"links.0.acceptance_rate": "0.1..0.9:30", "links.0.lookahead": "0..5"}
-    made = Sweep(PAIR, PROFILE, Design(axes_of(vary)), Effort(num_tokens=100, replications=2, predicted=False))
+    made = Sweep(CHAIN, PROFILE, Design(axes_of(vary)), Effort(num_tokens=8000, replications=2, predicted=False))
     victims: list[int] = []
     pids = [worker.pid for worker in cluster.workers.values()]
     assert len(set(pids) | {os.getpid()}) == 3
