@@ -27,7 +27,8 @@ from .twin_run import Outcome, Scratch, Tables, engine, prepare
 
 __all__ = ["Cases", "covers", "encode", "event_log", "prepare", "run_cases", "run_totals"]
 
-_NO_LOG = np.zeros((0, 4), np.int64)
+RING_SIZE = 64
+"""Tokens off the target's path, and messages on their way, that there is room for at first; few runs need more."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +67,30 @@ def encode(pipeline: PipelineSpec, profile: Profile, *, num_prompts: int, num_to
 
 
 def run_cases(cases: Cases | Sequence[Cases]) -> Totals:
-    """One row a case, in order; several ``Cases`` one after the other."""
-    parts = [cases] if isinstance(cases, Cases) else cases
-    return Totals.joined([Totals.of_runs(run.run() for run in part.runs) if part.runs else _run(part.encoder)
-                          for part in parts])
+    """One row a case, in order; several ``Cases`` one after the other.  Other threads run meanwhile."""
+    parts = [cases] if isinstance(cases, Cases) else list(cases)
+    encoded = [part.encoder for part in parts if part.encoder.cases]
+    if not encoded:
+        return Totals.joined([Totals.of_runs(run.run() for run in part.runs) for part in parts])
+    tables = Tables.joined([encoder.tables() for encoder in encoded])
+    made = Totals.of_outcome(_outcome(tables)[0], tables.plan["num_stages"][tables.case["plan"]])
+    if len(encoded) == len(parts):
+        return made
+    found, done = [], 0
+    for part in parts:
+        found.append(Totals.of_runs(run.run() for run in part.runs) if part.runs else made[done : done + len(part)])
+        done += len(part.encoder.cases)
+    return Totals.joined(found)
 
 
-def _run(encoder: Encoder) -> Totals:
-    tables = encoder.tables()
-    outcome, _ = _outcome(tables, encoder)
-    return Totals.of_outcome(outcome, tables.plan["num_stages"][tables.case["plan"]])
-
-
-def _outcome(tables: Tables, encoder: Encoder, log_events: int = 0) -> tuple[Outcome, NDArray[np.int64]]:
+def _outcome(tables: Tables, *, log_events: int = 0, shortcuts: bool = True) -> tuple[Outcome, NDArray[np.int64]]:
     """Run all cases; those whose rings were too small again, with larger ones."""
-    outcome = Outcome.of(len(tables.case), encoder.most_stages)
-    chosen = np.arange(len(tables.case))
-    ring = 1 << (encoder.ring - 1).bit_length()
+    deep = int(tables.plan["num_stages"].max(initial=1))
+    outcome = Outcome.of(len(tables.case), deep)
+    chosen, ring = np.arange(len(tables.case)), RING_SIZE
     while True:
-        log = np.zeros((log_events, 4), np.int64) if log_events else _NO_LOG
-        engine()(tables, Scratch.of(encoder.most_stages, ring), chosen, outcome, log)
+        log = np.zeros((log_events, 4), np.int64)
+        engine()(tables, Scratch.of(deep, ring), chosen, outcome, log, shortcuts and not log_events)
         if (outcome.figures[:, 3] == EXCLUDED).any():
             raise RuntimeError("a state that the protocol's rules exclude")
         if log_events and outcome.figures[0, 4] > log_events:
@@ -110,7 +115,7 @@ def event_log(pipeline: PipelineSpec, profile: Profile, agreement: Agreement | i
                 num_tokens=agreement if isinstance(agreement, int) else 0)
     tables = encoder.tables()
     tables = tables._replace(case=tables.case[prompt : prompt + 1])
-    outcome, log = _outcome(tables, encoder, 1024)
+    outcome, log = _outcome(tables, log_events=1024)
     events = [(time, stage, EVENTS[what], position)
               for time, stage, what, position in log[: outcome.figures[0, 4]].tolist()]
     return events, Totals.of_outcome(outcome, np.array([len(pipeline.stages)]))

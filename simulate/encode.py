@@ -59,13 +59,10 @@ class Encoder:
     rows: list[np.ndarray] = field(default_factory=list)
     eos: list[int] = field(default_factory=list)
     num_rows: int = 0
-    most_stages: int = 1
-    ring: int = 16
 
     def add(self, pipeline: PipelineSpec, profile: Profile, *, seeds: Sequence[int], prompts: Sequence[Agreement] | int,
             num_tokens: int) -> None:
         """For each seed, each prompt: those to replay, or as many as that made up of ``num_tokens`` tokens."""
-        k = len(pipeline.stages)
         plan = len(self.plans)
         made_up = isinstance(prompts, int)
         self._plan(pipeline, profile, made_up)
@@ -84,7 +81,6 @@ class Encoder:
                     draw = uniform(seed, number, 0, MACHINE) if self.spread else None
                     self.numbers += [profile.slowness_at(stage, draw) for stage in pipeline.stages]
                 self.cases.append((plan, first if made_up else first + number, seed, number, place))
-        self.most_stages = max(self.most_stages, k)
 
     def _plan(self, pipeline: PipelineSpec, profile: Profile, made_up: bool) -> None:
         stages, links, chain = pipeline.stages, pipeline.links, pipeline.strategy == "speculative"
@@ -100,8 +96,6 @@ class Encoder:
                 up.lookahead if up else 0, up.max_window if up else 0, to_ns(costs.start_s), to_ns(costs.turnaround_s),
                 to_ns(costs.handover_s), to_ns(costs.finish_s), step, prefill, costs.rollback_s,
                 profile.turn_rate(stages, stage) if chain else 1.0))
-            if down:
-                self.ring = max(self.ring, 2 * down.buffer_tokens)
         rates, num_rates = 0, 0
         if profile.contention:
             rates, num_rates = len(self.numbers), 1 << len(stages)
@@ -111,7 +105,7 @@ class Encoder:
             for a, b, _ in reversed(pairs(pipeline)):
                 self.numbers += _acceptance(profile.pair(a, b)) or ()
         self.plans.append((len(stages), first, chain, pipeline.handshake == "blocking", num_rates, rates, acceptance,
-                           self.spread, 0, profile.neighbour_rate))
+                           self.spread, profile.neighbour_rate))
 
     def _latency(self, model: object) -> int:
         place = len(self.numbers)

@@ -28,9 +28,9 @@ def _record(integers: str, floats: str = "") -> np.dtype[Any]:
                     align=True)
 
 
-PLAN = _record("num_stages first_stage chain blocking num_rates rates acceptance spread pair", "neighbour_rate")
+PLAN = _record("num_stages first_stage chain blocking num_rates rates acceptance spread", "neighbour_rate")
 """A pipeline with its profile.  ``rates``: place in ``numbers`` of the rates of every set of computing stages
-(``num_rates`` 0: all 1); ``acceptance``: place of the links' models; ``pair``: the two-stage loop may run it."""
+(``num_rates`` 0: all 1); ``acceptance``: place of the links' models."""
 
 SPEC = _record("block buffer_tokens lookahead_down lookahead_up max_window "
                "start_ns turnaround_ns handover_ns finish_ns step prefill", "rollback_s turn_rate")

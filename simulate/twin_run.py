@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipespec_model import agreement, messages, uniforms
 
-from . import twin_events, twin_layout, twin_memory, twin_stage, twin_time, twin_tokens
+from . import twin_events, twin_layout, twin_memory, twin_pair, twin_stage, twin_time, twin_tokens
 from .twin_events import run_prompt, settle
 from .twin_layout import (
     CASE,
@@ -32,6 +33,7 @@ from .twin_layout import (
     stage_at,
 )
 from .twin_memory import compiled, integer_at
+from .twin_pair import BY_EVENTS, run_short, way_of
 from .twin_tokens import PURPOSES, fill_words
 
 STAGE_WORDS = STAGE.itemsize // 8
@@ -49,6 +51,22 @@ class Tables(NamedTuple):
     numbers: NDArray[np.float64]
     rows: NDArray[np.int64]
     eos: NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Tables]) -> Tables:
+        """One after the other: places move by what lies before them, except those that say there is none (-1)."""
+        moved = {"first_stage": "spec", "rates": "numbers", "acceptance": "numbers", "step": "numbers",
+                 "prefill": "numbers", "rows": "rows", "eos": "eos", "plan": "plan", "prompt": "prompt",
+                 "slowness": "numbers"}
+        made = {name: np.concatenate([getattr(part, name) for part in parts]) for name in cls._fields}
+        shift = {name: np.cumsum([0] + [len(getattr(part, name)) for part in parts[:-1]]) for name in cls._fields}
+        for table in ("plan", "spec", "prompt", "case"):
+            sizes = [len(getattr(part, table)) for part in parts]
+            for name in made[table].dtype.names or ():
+                if name in moved:
+                    by = np.repeat(shift[moved[name]], sizes)
+                    made[table][name] += np.where(made[table][name] < 0, 0, by)
+        return cls(**made)
 
 
 class Scratch(NamedTuple):
@@ -157,17 +175,22 @@ def book(w: Any, number: int, out: Outcome) -> None:
 
 @cache
 def engine() -> Any:
-    """The entry ``(tables, scratch, numbers of cases, outcome, log)``: compiled at its first call, or loaded."""
-    sources = _digest([twin_layout, twin_memory, twin_tokens, twin_time, twin_stage, twin_events, agreement, messages,
-                       uniforms])
+    """The entry ``(tables, scratch, numbers of cases, outcome, log, shortcuts)``: compiled at its first call, or
+    loaded.  With a log there must be no shortcuts."""
+    sources = _digest([twin_layout, twin_memory, twin_tokens, twin_time, twin_stage, twin_events, twin_pair, agreement,
+                       messages, uniforms])
 
-    def run_numbered(t: Tables, x: Scratch, chosen: Any, out: Outcome, log: Any) -> int:
+    def run_numbered(t: Tables, x: Scratch, chosen: Any, out: Outcome, log: Any, shortcuts: bool) -> int:
         w = x.world[0]
         connect(w, t, x, log)
         for number in chosen:
             begin(w, t, x, number)
-            run_prompt(w, len(log) > 0)
-            settle(w)
+            way = way_of(w) if shortcuts else BY_EVENTS
+            if way == BY_EVENTS:
+                run_prompt(w, len(log) > 0)
+                settle(w)
+            else:
+                run_short(w, way)
             book(w, number, out)
         return sources and len(chosen)
 
@@ -193,5 +216,5 @@ def prepare() -> float | None:
     no_tokens = np.zeros(0, np.int64)
     empty = Tables(np.zeros(0, PLAN), np.zeros(0, SPEC), np.zeros(0, PROMPT), np.zeros(0, CASE), np.zeros(0), no_tokens,
                    no_tokens)
-    run(empty, Scratch.of(1, 1), no_tokens, Outcome.of(0, 1), np.zeros((0, 4), np.int64))
+    run(empty, Scratch.of(1, 1), no_tokens, Outcome.of(0, 1), np.zeros((0, 4), np.int64), True)
     return None if sum(run.stats.cache_hits.values()) else time.perf_counter() - start

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Drawn:
     num_tokens: int
     seed: int
     spread: bool
+    number: int = 0
 
     @property
     def agreement(self) -> Agreement:
@@ -36,8 +37,9 @@ class Drawn:
         if self.recorded is not None:
             return self.recorded
         stages = self.pipeline.stages
-        models = [self.profile.pair(a, b) for a, b in itertools.pairwise(stages)]
-        return synthetic([s.choice_key for s in stages], models, num_tokens=self.num_tokens, seed=self.seed)
+        models = [self.profile.pair(a, b) for a, b in pairwise(stages)]
+        return synthetic([s.choice_key for s in stages], models, num_tokens=self.num_tokens, seed=self.seed,
+                         prompt=self.number)
 
 
 @st.composite
@@ -96,7 +98,7 @@ def profiles(draw: st.DrawFn, spec: PipelineSpec) -> Profile:
             contention.append(Contention({name: draw(rate) for name in names[:2]}))
     turns = (Contention({name: draw(st.sampled_from([0.6, 1.0])) for name in names}),) if draw(st.booleans()) else ()
     slowness = {name: (1.0, 1.1, 1.9) for name in names if draw(st.booleans()) and draw(st.booleans())}
-    acceptance = {f"{a}>{b}": draw(MODELS) for a, b in itertools.pairwise(names)}
+    acceptance = {f"{a}>{b}": draw(MODELS) for a, b in pairwise(names)}
     return Profile(latency, acceptance, tuple(contention), turns, costs, slowness=slowness,
                    neighbour_rate=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])))
 
@@ -121,4 +123,27 @@ def cases(draw: st.DrawFn) -> Drawn:
     spec = draw(pipelines())
     num_tokens = draw(st.sampled_from([1, 2, 3, 9, 25, 60]))
     recorded = draw(recordings(spec, num_tokens)) if draw(st.booleans()) else None
-    return Drawn(spec, draw(profiles(spec)), recorded, num_tokens, draw(st.integers(0, 3)), draw(st.booleans()))
+    return Drawn(spec, draw(profiles(spec)), recorded, num_tokens, draw(st.integers(0, 3)), draw(st.booleans()),
+                 draw(st.integers(0, 2)))
+
+
+@st.composite
+def short_cases(draw: st.DrawFn) -> Drawn:
+    """At most two stages, constant times, independent drafts: what the loops without events are for, and a little
+    more.  In a pipeline there are mostly no seconds between steps."""
+    k = draw(st.sampled_from([1, 2, 2, 2]))
+    strategy = draw(st.sampled_from(["speculative", "pipelined", "pipelined"])) if k > 1 else "autoregressive"
+    buffer, window = (draw(st.sampled_from([1, 2, 3, 5, 16])) for _ in range(2))
+    link = {"lookahead": draw(st.integers(int(strategy == "speculative"), min(buffer, window))),
+            "buffer_tokens": buffer, "max_window": window}
+    stages = [{"name": f"s{i}", "model": f"m{i}"} for i in range(k)]
+    spec = PipelineSpec.from_dict({"strategy": strategy, "stages": stages, "links": [link] * (k - 1)})
+    times = st.sampled_from([0.0005, 0.0007, 0.001, 0.002, 0.003, 0.01, 0.02]).map(Constant)
+    latency = {f"s{i}": StageLatency(draw(times), draw(st.none() | times)) for i in range(k)}
+    between = strategy != "pipelined" or draw(st.integers(0, 9)) == 0
+    seconds = st.sampled_from([0.0, 0.0005, 0.003]) if between else st.just(0.0)
+    costs = {"*": Costs(*(draw(seconds) for _ in range(4)), finish_s=draw(st.sampled_from([0.0, 0.001])))}
+    turns = (Contention({f"s{i}": draw(st.sampled_from([0.6, 1.0])) for i in range(2)}),) if draw(st.booleans()) else ()
+    rate = draw(st.sampled_from([0.0, 0.3, 0.6, 0.8, 0.95, 1.0]))
+    profile = Profile(latency, {"s0>s1": IID(rate)}, turns=turns, costs=costs)
+    return Drawn(spec, profile, None, draw(st.sampled_from([1, 2, 3, 4, 5, 20, 300])), draw(st.integers(0, 99)), True)
