@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .renewal import NEGLIGIBLE
+from .phases import NEGLIGIBLE
+from .survival import compare, pass_by
 
 NUM_PHASES = 12
 MOST_TOKENS = 1024  # of a walk without a refusal; then it is taken for ended
@@ -177,8 +178,7 @@ def _walk(paths, number, phase, costs, verify, lookahead, buffer, rates, weight,
 
     ended : sums of probability times tokens, nanoseconds, steps; kernel : probability of the next phase
     """
-    last = len(rates) - 1
-    mass = np.zeros(last + 1)
+    mass = np.zeros(len(rates))
     mass[0] = weight
     arrive = np.zeros(MOST_TOKENS + 2 * buffer + len(verify))
     other = np.zeros(len(arrive))
@@ -198,12 +198,7 @@ def _walk(paths, number, phase, costs, verify, lookahead, buffer, rates, weight,
                 buffer, other)
             if position - held > its_window or (position - held == its_window and its_after[3] <= position):
                 break  # not seen, or nobody drafted the bonus position
-            survivors = np.zeros(last + 1)
-            dying = 0.0
-            for j in range(last + 1):
-                dying += mass[j] * (1.0 - rates[j])
-                survivors[min(j + 1, last)] += mass[j] * rates[j]
-            mass = survivors
+            dying = compare(mass, rates)
             _book(ended, kernel, its_left, span, dying, position + 1, its_end)
             ended[2] += dying
             position += 1
@@ -211,12 +206,8 @@ def _walk(paths, number, phase, costs, verify, lookahead, buffer, rates, weight,
         held = max(position, held + window + 1)
         state = after
         if state[3] < held:
-            survivors = np.zeros(last + 1)
-            for j in range(last + 1):
-                survivors[min(j + 1, last)] += mass[j] * rates[j]
-                survivors[0] += mass[j] * (1.0 - rates[j])
             agrees = 0.618034 * (number + held) % 1.0 * mass.sum() < (mass * rates).sum()
-            mass = survivors
+            pass_by(mass, rates)
             number, state = _adopt(paths, number, state, held, end + costs[0], agrees)
         known = held
         ready = end

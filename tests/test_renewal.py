@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipespec_model import renewal as renewal_module
 from pipespec_model.acceptance import IID, Hazard, Markov, Recorded
 from pipespec_model.errors import InputError
 from pipespec_model.profile import Costs
-from pipespec_model.renewal import renewal, two_stages
+from pipespec_model.renewal import factors, renewal, two_stages
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "renewal_errors.py"
 
@@ -42,6 +44,43 @@ def test_renewal_is_the_simulation_on_a_grid(script: ModuleType) -> None:
     assert len(rows) == 10
     assert {row["blocking"] for row in rows} == {True, False}
     assert [row for row in rows if not row["passes"]] == []
+
+
+def test_random_times_are_the_simulations_on_a_grid(script: ModuleType) -> None:
+    """Step times with a coefficient of variation of 0.4: within 0.5% or four standard errors of the simulator.
+    Negative control: mean times alone are further off, and by more than that somewhere."""
+    rows = [script.compare(replace(point, spread=0.4), 3000) for point in list(script.points(320))[3::64]]
+    assert [row for row in rows if not row["passes"]] == []
+    assert any(abs(row["percent_of_means"]) > row["bound"] for row in rows)
+
+
+def test_more_scenarios_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quadrature's own error: eight times the scenarios and twice the phases move the result by less than 0.6%."""
+    spread = tuple(np.linspace(0.4, 1.6, 5))
+    options = {"draft_s": 0.023, "wide": 1.5, "draft_spread": spread, "verify_spread": spread}
+    few = [made(rate, blocking=blocking, **options).tokens_per_s for rate in (0.5, 0.9) for blocking in (False, True)]
+    monkeypatch.setattr(renewal_module, "NUM_SCENARIOS", 256)
+    many = [made(rate, blocking=blocking, num_phases=48, **options).tokens_per_s
+            for rate in (0.5, 0.9) for blocking in (False, True)]
+    assert few == pytest.approx(many, rel=6e-3)
+
+
+def test_no_spread_is_constant_times() -> None:
+    """Factors of one everywhere give what no factors do."""
+    flat = made(draft_spread=(1.0, 1.0), verify_spread=(1.0, 1.0), num_phases=96)
+    assert flat.tokens_per_s == pytest.approx(made().tokens_per_s, rel=1e-7)
+    assert (factors((), ()) == 1).all()
+
+
+def test_factors_follow_the_distribution_they_are_of() -> None:
+    """Each step's factors over scenarios have mean 1 and the spread's quantiles; steps differ in their order."""
+    spread = np.linspace(0.5, 1.5, 9)
+    made_of = factors(spread, ())
+    assert (made_of[:, 1] == 1).all()
+    assert made_of[:, 0].mean(axis=0) == pytest.approx(np.ones(made_of.shape[2]))
+    levels = (np.arange(len(made_of)) + 0.5) / len(made_of)
+    assert np.sort(made_of[:, 0], axis=0) == pytest.approx(np.tile(0.5 + levels, (made_of.shape[2], 1)).T)
+    assert abs(np.corrcoef(made_of[:, 0].T)[0, 1:]).mean() < 0.4
 
 
 @pytest.mark.parametrize("blocking", [False, True])
