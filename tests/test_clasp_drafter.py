@@ -20,7 +20,7 @@ from execute.prompts import Prompt
 from execute.skips import SkipSet
 from pipespec_model import metrics
 from pipespec_model.errors import InputError
-from pipespec_model.messages import Step
+from pipespec_model.messages import Entries, Step
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
@@ -161,6 +161,30 @@ def test_committed_cache_is_bit_identical_across_a_draft_phase(folder: Path, ski
         sequence += drafter.run(sequence, step)
     for cache, kept in zip((full.cache, drafter.cache), before, strict=True):
         assert torch.equal(cache.keys[:, :rows], kept)
+
+
+@torch.inference_mode()
+def test_drafts_of_other_layers_are_computed_anew(folder: Path) -> None:
+    """When the layers change behind some drafts, the next is that of a drafter that had the new ones throughout."""
+    full = FullRunner(StageSpec(name="full", model=str(folder)))
+    prompt, sequence = PROMPT.tokens, [11, 12, 13, 14]
+
+    def logits(runner: ClaspRunner, held: int, cached: int) -> torch.Tensor:
+        kind = "draft" if cached else "prefill"
+        step = Step(kind, held, cached, len(prompt) + held - cached, (), 1, 0, False)
+        return runner.logits(sequence[:held], step)
+
+    changing, fresh = (ClaspRunner(clasp(folder, 2), full) for _ in range(2))
+    for runner in (changing, fresh):
+        runner.begin(prompt)
+        logits(runner, 0, 0)
+        runner.receive(Entries(len(prompt), len(prompt), (1, 2)))
+    for held in (1, 2, 3):
+        logits(changing, held, len(prompt) + held - 1)
+    for runner in (changing, fresh):
+        runner.cache.keys[1:3, len(prompt) :] = torch.nan  # as memory that nobody has written may be
+        runner.receive(Entries(len(prompt), len(prompt), (3, 4)))
+    assert torch.equal(logits(changing, 4, len(prompt) + 3), logits(fresh, 4, len(prompt)))
 
 
 def test_all_layers_are_refused(folder: Path) -> None:

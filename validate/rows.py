@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from execute.built_in import INT8_WINDOW, LOOKUP_WINDOW, chain, pipeline, stages
 from execute.host import available_cores
 from execute.scripted import Script
-from execute.zoo import FAMILY
+from execute.zoo import BUILT_IN, FAMILY
 from pipespec_model.acceptance import IID
 from pipespec_model.agreement import Agreement, synthetic
 from pipespec_model.latency import Constant
@@ -54,7 +54,10 @@ def real_rows(model: str, dtype: str, num_cores: int, *, extra: bool = False) ->
             Row("pipelined-lookup-int8", pipeline((lookup, int8, full), LinkSpec(max_window=LOOKUP_WINDOW),
                                                   LinkSpec(max_window=INT8_WINDOW)), "three stages"),
         ]
-    return rows + [replace(row, extra=True) for row in (_extra_rows(model, dtype, both) if extra else ())]
+    others = _extra_rows(model, dtype, both) if extra else []
+    if extra and model == BUILT_IN and dtype == "float32":  # of another model it is not known yet
+        others += clasp_rows(model, dtype, both)
+    return rows + [replace(row, extra=True) for row in others]
 
 
 def _extra_rows(model: str, dtype: str, both: int) -> list[Row]:
@@ -77,6 +80,29 @@ def _extra_rows(model: str, dtype: str, both: int) -> list[Row]:
                  ("pipelined-int8-1", pipeline((int8, full), link.model_copy(update={"lookahead": 1}))),
                  ("pipelined-lookup-int8", pipeline((lookup, int8, full), LinkSpec(max_window=LOOKUP_WINDOW), link))]
     return rows + [blocking(Row(name, spec, "the published handshake")) for name, spec in published]
+
+
+def clasp_rows(model: str, dtype: str, both: int) -> list[Row]:
+    """Layer skipping in turn with its model and beside it, of the weights as they are and of their int8 copy, with the
+    settings that were best on calibration prompts (docs/clasp.md).
+
+    In a pipeline the drafter has a process of its own, so it has a name of its own.
+    """
+    *_, full = stages(model, dtype, threads=1)
+    *_, full_2 = stages(model, dtype, threads=both)
+    kinds = {"clasp": StageSpec(name="clasp", model=model, drafter="clasp", dtype=dtype, num_skipped_layers=3),
+             "int8-clasp": StageSpec(name="int8-clasp", model=model, drafter="clasp", dtype=dtype, quantize="int8",
+                                     num_skipped_layers=3, layer_opt_interval=16)}
+    rows = [Row(f"speculative-{name}", chain((stage.model_copy(update={"threads": both}), full_2), 3),
+                "three layers skipped") for name, stage in kinds.items()]
+    if both == 1:
+        return rows
+    for name, stage in kinds.items():
+        apart = stage.model_copy(update={"name": f"{name}-apart"})
+        rows += [Row(f"pipelined-{name}-{ahead}",
+                     pipeline((apart, full), LinkSpec(lookahead=ahead, max_window=INT8_WINDOW)),
+                     "three layers skipped, entries handed over") for ahead in (0, 1)]
+    return rows
 
 
 def blocking(row: Row) -> Row:

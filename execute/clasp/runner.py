@@ -124,6 +124,7 @@ class ClaspRunner:
         self.committed = 0
         self.num_verdicts = 0
         self._own_from = 0  # from here on its cache may hold what the skipping model computed; 0: nothing read yet
+        self._changed = False  # of other layers since the last pass
         self._entries: InPlaceCache | None = None
         full.drafters.append(self)
 
@@ -137,6 +138,7 @@ class ClaspRunner:
         self.committed, self.skips, self.cosine = 0, self._first, None
         self.run_number = self.offered = None
         self.num_verdicts = self._own_from = 0
+        self._changed = False
 
     def open(self, rows: int) -> None:
         """A prompt begins: entries of up to ``rows`` tokens will come from the verifier's process."""
@@ -165,7 +167,10 @@ class ClaspRunner:
         keep = len(step.drafts) + 1
         text = [*self._prompt, *sequence]
         # A verifier may be ahead: the newest token goes through here whoever else has computed it.
-        start = max(step.cached, min(self.committed, len(text) - 1))
+        known = min(self.committed, len(text) - 1)
+        # Drafts made with other layers have no entries for some that now run.
+        start = known if self._changed else max(step.cached, known)
+        self._changed = False
         if not self._own_from:
             logits = self.full.prefill.forward([*text, *step.drafts], 0, keep, self.cache)
             self._own_from = len(self._prompt)
@@ -179,7 +184,8 @@ class ClaspRunner:
     def receive(self, message: Entries) -> None:
         """The verifier says what it has handed over, or which layers to skip from now on."""
         if message.layers is not None:
-            self.skips = SkipSet.layers(message.layers)
+            chosen = SkipSet.layers(message.layers)
+            self._changed, self.skips = self._changed or chosen != self.skips, chosen
         self._own_from = min(self._own_from, message.start)
         self.committed = message.end
 
