@@ -2,7 +2,7 @@
 
 ``optimise``: the layers are chosen anew, by the drafter at the start of a round of a chain, by the verifier after a
 step of a pipeline.  ``give`` and ``take`` (pipelines): the verifier hands the entries that it has just committed to
-its drafter, and the drafter takes them; ``width`` is how many rows.
+its drafter, and the drafter takes them; ``width`` is how many rows, ``context`` how many come before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Desk(Protocol):
         """Do ``work`` where this process computes."""
         ...
 
-    def timed(self, kind: str, step: Step, work: Callable[[], Any], *, rows: int = 0) -> Any:
+    def timed(self, kind: str, step: Step, work: Callable[[], Any], *, rows: range | None = None) -> Any:
         """Do ``work`` and record it as ``kind``, at the position of ``step``."""
         ...
 
@@ -74,7 +74,7 @@ class Taking(Skipping):
 
     def before_step(self, stage: Stage, step: Step, desk: Desk) -> None:
         if rows := self.runner.to_take(len(stage.sequence)):
-            desk.timed("take", step, lambda: self.runner.take(rows), rows=len(rows))
+            desk.timed("take", step, lambda: self.runner.take(rows), rows=rows)
 
 
 @dataclass
@@ -91,15 +91,14 @@ class Giving(Skipping):
 
     def after_step(self, stage: Stage, step: Step, desk: Desk) -> None:
         """Entries first, then the verdict that makes use of them, and only then what takes long."""
-        if stage.done:
-            return
         # The drafter has read the prompt itself.
         start, self.given = max(step.cached, stage.prompt_length), stage.cached
-        if start < self.given:
-            desk.timed("give", step, lambda: self.runner.give(start, self.given), rows=self.given - start)
-            desk.tell_upstream(Entries(start, self.given))
+        if stage.done or start == self.given:
+            return
+        desk.timed("give", step, lambda: self.runner.give(start, self.given), rows=range(start, self.given))
+        desk.tell_upstream(Entries(start, self.given))
         desk.send(stage)
-        if self.calendar.grown(len(stage.sequence)):
+        if step.kind != "prefill" and self.calendar.grown(len(stage.sequence)):
             choice = desk.timed("optimise", step, lambda: self.runner.choose(self.drafter, self.given - 1))
             desk.tell_upstream(Entries(self.given, self.given, choice.skips.whole))
 

@@ -222,7 +222,7 @@ class Worker:
         ))
         self.skipping.after_step(stage, step, self)
 
-    def timed(self, kind: str, step: Step, work: Callable[[], T], *, rows: int = 0) -> T:
+    def timed(self, kind: str, step: Step, work: Callable[[], T], *, rows: range | None = None) -> T:
         """Work between steps; see skipping.Desk."""
         assert self.job is not None
         assert self.place is not None
@@ -230,8 +230,9 @@ class Worker:
         found = self.compute(work)
         self.steps.append(StepRecord(
             prompt=self.job.number, stage=self.place.index, kind=kind, start_s=start - self.job.clock,
-            duration_s=time.perf_counter() - start, position=step.position, context=step.cached, width=rows, drafts=0,
-            accepted=0, emitted=0, epoch=step.epoch))
+            duration_s=time.perf_counter() - start, position=step.position,
+            context=rows.start if rows else step.cached, width=len(rows or ()), drafts=0, accepted=0, emitted=0,
+            epoch=step.epoch))
         return found
 
     def _ended(self) -> float:

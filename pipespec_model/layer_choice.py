@@ -11,7 +11,8 @@ from .protocol import Stage
 class LayerCalendar:
     """Once the text has grown by ``interval`` tokens since the last choice: in a chain at the start of a round, so
     that the first drafts with layers that are evenly spread, for nothing has been verified yet; in a pipeline after a
-    step of the verifier, its first included."""
+    step of the verifier.  Never by the last token of the prompt: the layers that it can do without are others than a
+    token of the answer's (a chat template ends with a mark of its own)."""
 
     interval: int
     _seen_verdict: int = 0
@@ -24,7 +25,7 @@ class LayerCalendar:
         return new_round and self.grown(len(stage.sequence))
 
     def grown(self, length: int) -> bool:
-        """In a pipeline; to be asked after each step of the verifier, which now holds ``length`` tokens."""
+        """In a pipeline; to be asked after each step of the verifier but its first, when it holds ``length`` tokens."""
         if length < self._next:
             return False
         self._next = length + self.interval

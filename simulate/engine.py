@@ -183,7 +183,7 @@ class PromptRun:
             yield self.computing.run(i, self._work_ns(i, step, len(tokens)))
             self._note(i, "end", step.position)
             self._finish(i, step, tokens, start)
-            if i in self.giving and not stage.done:
+            if i in self.giving and not stage.done and step.kind != "prefill":  # the drafter reads the prompt itself
                 yield from self._hand_over(i, step)
             # What a waiting neighbour is told leaves now: its hand-over covers the whole gap.
             ready = self.env.now + to_ns(costs.turnaround_s)
@@ -191,8 +191,7 @@ class PromptRun:
 
     def _hand_over(self, i: int, step: Step) -> Generator[simpy.Event, None, None]:
         """Entries first, then the verdict that makes use of them, and only then what takes long."""
-        if step.kind != "prefill":  # the drafter reads the prompt itself
-            yield from self._between(i, "give", self.costs[i].give_s, step)
+        yield from self._between(i, "give", self.costs[i].give_s, step)
         self._send(i)
         if self.giving[i].grown(len(self.stages[i].sequence)):
             yield from self._between(i, "optimise", self.costs[i].optimise_s, step)

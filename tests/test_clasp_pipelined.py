@@ -90,7 +90,7 @@ def test_the_other_drafters_are_right_and_wrong(fleet: Fleet) -> None:
 
 def test_every_verification_is_handed_over(fleet: Fleet) -> None:
     """Of each committed token but the prompt's the entries are given once, in order; a drafter takes at least those
-    up to its last draft; layers are chosen after the first step and every LOI tokens."""
+    up to its last draft; layers are chosen after the second step and every LOI tokens."""
     record, steps = run(fleet, "clasp-2-8-0", "full", lookahead=2)
     given = [step for step in steps if step.kind == "give"]
     assert {step.stage for step in given} == {1}
@@ -99,7 +99,7 @@ def test_every_verification_is_handed_over(fleet: Fleet) -> None:
     assert sum(step.width for step in given) == sum(step.emitted for step in own[:-1]) - 1
     assert 0 < sum(step.width for step in steps if step.kind == "take") <= len(record.tokens) + 8 * len(given)
     chosen = [step.position for step in steps if step.kind == "optimise"]
-    assert chosen[0] == 0
+    assert 0 < chosen[0] <= 5
     assert len(chosen) >= NUM_TOKENS // (8 + 5)
 
 
@@ -121,22 +121,17 @@ def test_of_a_small_model_before_a_large_one(fleet: Fleet, greedy: list[int], ha
     assert record.counters[2]["rejected"] > 0
 
 
-def test_shared_memory_ends_with_its_processes(folder: Path) -> None:
-    """It is mapped while stages run, is named nowhere, and nobody holds it after a kill."""
-    full, drafter = StageSpec(name="full", model=str(folder)), clasp(folder, 2)
-    before = named_memory()
-    with Fleet([drafter, full], apart=[drafter.name]) as fleet:
-        pids = [process.pid for process in fleet.processes.values()]
-        spec = pipelined([drafter, full])
-        fleet.run_prompt(spec, PROMPT, max_new_tokens=8)
-        assert all("memfd:pipespec" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8") for pid in pids)
-        assert named_memory() == before
-        fleet.processes["full"].kill()
-        with pytest.raises(StageError, match="stage 'full' ended with exit code -9"):
-            fleet.run_prompt(spec, PROMPT, max_new_tokens=200)
-    assert not any(alive(pid) for pid in pids)
-    assert named_memory() == before
-
-
-def named_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*")}
+def test_shared_memory_ends_with_its_processes(fleet: Fleet) -> None:
+    """It is mapped while stages run, is named nowhere, and nobody holds it after a kill (of the fleet that the tests
+    above have used)."""
+    pids = {name: process.pid for name, process in fleet.processes.items()}
+    run(fleet, "clasp-2-8-0", "full")
+    for name in ("clasp-2-8-0", "full"):
+        mapped = Path(f"/proc/{pids[name]}/maps").read_text(encoding="utf-8")
+        assert "memfd:pipespec (deleted)" in mapped
+        assert "/dev/shm/" not in mapped
+    fleet.processes["full"].kill()
+    with pytest.raises(StageError, match="stage 'full' ended with exit code -9"):
+        run(fleet, "clasp-2-8-0", "full")
+    fleet.close()
+    assert not any(alive(pid) for pid in pids.values())

@@ -12,14 +12,16 @@ import torch
 from conftest import word_tokenizer
 from tiny_layers import make
 
+from execute.clasp.apart import judged
 from execute.clasp.layerwise import layered
 from execute.clasp.optimise import cosine_of
-from execute.clasp.probes import against_all, every_set, next_tokens, read
+from execute.clasp.probes import CACHES, against_all, by_cache, every_set, next_tokens, read
 from execute.clasp.study import DISTANCES, over_prompts, overlap, persistence
-from execute.clasp.verdict import best_lookahead, break_even, draft_cost, speed_up
+from execute.clasp.verdict import beside, best_lookahead, break_even, draft_cost, speed_up
 from execute.skips import SkipSet, read_skips
 from pipespec_model.closed_form import synchronous_speedup
 from pipespec_model.errors import InputError
+from pipespec_model.trace import PromptRecord, StepRecord
 
 
 def test_formula_is_the_synchronous_one_without_a_choice_of_layers() -> None:
@@ -39,6 +41,15 @@ def test_break_even_is_where_the_best_lookahead_pays_nothing() -> None:
     assert break_even(1.0) is None
 
 
+def test_beside_each_other_a_free_drafter_that_is_always_right_fills_every_window() -> None:
+    """Drafts for nothing and always right: a step of w tokens emits w; never right: nothing gained, nothing lost."""
+    lookahead, pays = beside(1.0, 1e-6, [1.0, 1.1, 1.2, 1.3])
+    assert pays == pytest.approx(4 / 1.3, rel=0.01)
+    assert beside(0.0, 0.5, [1.0, 1.0, 1.0])[1] == pytest.approx(1.0, rel=0.01)
+    assert beside(0.8, 0.5, [1.0] * 4)[1] > beside(0.8, 0.5, [1.0] * 4, optimise=2.0)[1]
+    assert lookahead <= 3
+
+
 def test_probe_of_scattered_positions_is_a_forward_of_each() -> None:
     """Each position sees the full model's entries before it, and its own."""
     decoder = layered(make("Llama"))
@@ -52,6 +63,45 @@ def test_probe_of_scattered_positions_is_a_forward_of_each() -> None:
             logits = decoder.forward([text.tokens[position]], position, 1, cache, skip=skips)
             assert was_right == (int(logits[0].argmax()) == text.tokens[position + 1])
             assert value == pytest.approx(cosine_of(text.token(position), skips), abs=1e-5)
+
+
+def test_with_every_layer_it_does_not_matter_who_computed_the_cache() -> None:
+    """Nothing skipped: all choices are right on each kind of cache; with layers skipped, the probe of the first kind is
+    that of scattered positions, and the last that of a model without these layers."""
+    decoder = layered(make("Llama"))
+    prompt, answer = list(range(5, 15)), list[int]()
+    for _ in range(12):
+        with torch.inference_mode():
+            logits = decoder.forward([*prompt, *answer], 0, 1, decoder.new_cache())
+        answer.append(int(logits.argmax()))
+    text = read(decoder, prompt, answer)
+    assert by_cache(text, SkipSet()) == {kind: [True] * 11 for kind in CACHES}
+    skips = SkipSet.layers({1, 4})
+    found = by_cache(text, skips)
+    assert found["verifier"] == next_tokens(text, range(10, 21), skips)[0]
+    with torch.inference_mode():
+        alone = decoder.forward([*prompt, *answer[:5]], 0, 1, decoder.new_cache(), skip=skips)
+    assert found["own"][4] == (int(alone.argmax()) == answer[5])
+
+
+def step(stage: int, kind: str, start_s: float, position: int, *, context: int = 0, width: int = 1, drafts: int = 0,
+         accepted: int = 0) -> StepRecord:
+    return StepRecord(0, stage, kind, start_s, 0.5, position, context, width, drafts, accepted, 0, 0)
+
+
+def test_drafts_are_told_apart_by_their_distance() -> None:
+    """By hand, prompt of ten: in turn, the first draft of a round has distance 1; beside, what counts is the last entry
+    taken; of a window only the drafts up to the first wrong one are judged."""
+    prompt = PromptRecord(0, "p", 10, [], 1.0, 1.0, [])
+    in_turn = [step(0, "prefill", 0, 0), step(0, "draft", 1, 1), step(1, "prefill", 2, 0, drafts=2, accepted=2),
+               step(0, "draft", 3, 3), step(0, "draft", 4, 4), step(0, "draft", 5, 5),
+               step(1, "verify", 6, 3, drafts=3, accepted=1)]
+    assert list(judged(prompt, in_turn, pipelined=False)) == [(1, True), (1, True), (2, False)]
+    beside = [step(0, "prefill", 0, 0), step(0, "draft", 1, 1), step(0, "draft", 2, 2),
+              step(1, "verify", 3, 1, drafts=2, accepted=1), step(0, "draft", 3, 3),
+              step(0, "take", 4, 2, context=10, width=2), step(0, "draft", 5, 3), step(0, "draft", 6, 4),
+              step(1, "verify", 7, 3, drafts=2, accepted=2)]
+    assert list(judged(prompt, beside, pipelined=True)) == [(1, True), (2, False), (1, True), (2, True)]
 
 
 def test_every_set_is_each_set_by_itself() -> None:
@@ -93,8 +143,11 @@ def test_interval_covers_the_mean_of_prompts_like_these() -> None:
 def test_command_writes_its_page_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a tiny model: every part, figures, SWIFT files; a second call measures nothing again."""
     from execute import __main__ as command
-    from execute.clasp import speed, study
+    from execute.clasp import apart, speed, study
 
+    monkeypatch.setattr(study, "SHARES", (0.1, 0.3, 0.5))
+    monkeypatch.setattr(apart, "LOOKAHEADS", (1,))
+    monkeypatch.setattr(apart, "REPEATS", 1)
     monkeypatch.setattr(study, "STATES", 4)
     monkeypatch.setattr(study, "RUN_OF_POSITIONS", 4)
     monkeypatch.setattr(study, "FREE_LAYERS", 6)
@@ -113,6 +166,9 @@ def test_command_writes_its_page_and_goes_on_where_it_was(tmp_path: Path, monkey
     out = tmp_path / "out"
     data = json.loads((out / "clasp.json").read_text(encoding="utf-8"))
     assert all(row["identical_prompts"] == row["num_prompts"] for row in data["speed"]["evaluation-1"])
+    if data["apart"]:  # two cores
+        assert all(row["identical_prompts"] == row["num_prompts"] for row in data["apart"]["evaluation"])
+        assert all(row["rows"] >= 1 for row in data["apart"]["handover"].values())
     assert "## What would make it pay" in (out / "clasp.md").read_text(encoding="utf-8")
     assert all((out / f"clasp-{name}.svg").stat().st_size > 1000 for name in ("agreement", "persistence", "speed"))
     assert len(read_skips(out / "skip_layers-6.json").whole) == 6

@@ -44,6 +44,7 @@ def own_choices(runner: ClaspRunner, prompt: Sequence[int], answer: Sequence[int
             out.append(_choice(runner, logits[0, : runner.vocabulary], told=position == 0))
             if out[-1] != answer[position]:
                 break
+    runner.begin(())  # the walk had a cache of its own: the runner has read no prompt
     return out
 
 

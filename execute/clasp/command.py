@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from execute.host import available_cores
 from execute.loading import end_of_sequence, load_tokenizer
 from execute.prompts import Prompt, built_in, encode, load_prompts
 from pipespec_model.cli import print_json, progress_bar
 from pipespec_model.errors import InputError
 
-from . import report, speed
+from . import apart, report, speed
 from .study import Probing, Settings, open_study
 
 LEAST_PROMPTS = 2  # of each half: an interval needs two
@@ -52,8 +53,14 @@ def study(
             found: dict[str, Any] = {"settings": settings.__dict__, **probing.run(tick)}
             skipped = probing.skipped[:-2]  # the sparser half of the grid: beyond it agreement is too low to tune
             del probing
-            found["speed"] = speed.run_all(model, dtype, skipped, first_of_each_category(calibration), evaluation, out,
-                                           lookahead=lookahead, max_new_tokens=max_new_tokens, tick=tick)
+            tuning = first_of_each_category(calibration)
+            found["speed"] = speed.run_all(model, dtype, skipped, tuning, evaluation, out, lookahead=lookahead,
+                                           max_new_tokens=max_new_tokens, tick=tick)
+            if len(available_cores()) > 1:
+                found["apart"] = apart.run_all(found["speed"]["chosen"], apart.Prompts(tuning, evaluation), out,
+                                               model=model, dtype=dtype, skipped=skipped, max_new_tokens=max_new_tokens,
+                                               tick=tick)
+                found["apart"]["in_turn"] = apart.distance_rows(out / "evaluation-1", found["speed"]["chosen"].values())
     finally:
         torch.set_num_threads(before)
     data = report.summarise(found)

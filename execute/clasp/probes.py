@@ -64,6 +64,29 @@ def next_tokens(text: Text, positions: Sequence[int], skips: SkipSet) -> tuple[l
     return right, near.tolist()
 
 
+CACHES = ("verifier", "prompt", "own")
+"""Who computed the entries that a skipping model attends to: the full model all of them, or those of the prompt, or
+none."""
+
+
+@torch.inference_mode()
+def by_cache(text: Text, skips: SkipSet) -> dict[str, list[bool]]:
+    """Whether the skipping model's choice at each position of the answer but the first is the text's, for each of
+    CACHES."""
+    decoder, first, last = text.decoder, text.first, len(text.tokens) - 1
+    answer = text.tokens[first:last]
+    out = {"verifier": next_tokens(text, range(first, last), skips)[0]}
+    for kind in CACHES[1:]:
+        cache: Any = decoder.new_cache()
+        if kind == "prompt":
+            decoder.forward(text.tokens[:first], 0, 1, cache)
+            logits = decoder.forward(answer, first, len(answer), cache, skip=skips)
+        else:
+            logits = decoder.forward(text.tokens[:last], 0, len(answer), cache, skip=skips)
+        out[kind] = [a == b for a, b in zip(logits.argmax(-1).tolist(), text.tokens[first + 1 :], strict=True)]
+    return out
+
+
 def chosen(text: Text, position: int, count: int) -> SkipSet:
     """What the programme chooses before the token at ``position`` is drafted from: the newest whose entries the
     verifier holds is the one before it."""

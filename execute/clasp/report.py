@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from .apart import BOTH
 from .pictures import draw_agreement, draw_persistence, draw_speed
-from .study import DISTANCES, FREE_LAYERS, REDUCED, agreement_table, over_prompts, persistence
-from .verdict import best_lookahead, break_even, draft_cost
+from .probes import CACHES
+from .speed import BASELINE
+from .study import DISTANCES, FREE_LAYERS, REDUCED, agreement_table, cache_table, over_prompts, persistence
+from .verdict import beside, best_lookahead, break_even, draft_cost
 
 ELSEWHERE = (("this model", None, None), ("head share 2%", 0.02, None), ("head share 2%, wide steps free", 0.02, 1.0))
 MOST_DRAFTS = 8
+VERIFIED = 3  # drafts of a typical verification in turn
+_KINDS = ("give", "take", "optimise")
 
 
 def summarise(found: dict[str, Any]) -> dict[str, Any]:
@@ -25,6 +30,7 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
     return {
         "settings": found["settings"], "host": found["host"], "versions": found["versions"],
         "num_layers": found["num_layers"], "agreement": list(agreement_table(found["agreement"])),
+        "caches": list(cache_table(found["caches"])), "apart": found.get("apart"),
         "reduced": list(_reduced(found["reduced"])),
         "persistence": {str(count): list(_persistence(found["sets"], count)) for count in skipped},
         "times": {name: seconds / full for name, seconds in times.items()}, "full_step_s": full,
@@ -54,18 +60,21 @@ def _verdict(found: dict[str, Any], skipped: Sequence[int]) -> Iterator[dict[str
     """Per number of layers: what α is needed and what was found, here and with other heads and step widths."""
     times, layers = found["times"], found["num_layers"]
     full = times["full-1"]
-    head, verify = times["head"] / full, times["full-4"] / full
+    head, steps = times["head"] / full, [times[f"full-{width}"] / full for width in range(1, MOST_DRAFTS + 1)]
     measured = {row["skipped"]: row["agreement"] for row in agreement_table(found["agreement"]) if row["kind"] == "dp"}
     for count in skipped:
         costs = {"optimise": times[f"optimise-{count}"] / full}
-        kinds = [("int8 copy", times[f"int8-{count}"] / full, verify)] if f"int8-{count}" in times else []
+        kinds = [("int8 copy", times[f"int8-{count}"] / full, steps)] if f"int8-{count}" in times else []
         for name, share, wide in ELSEWHERE:
             draft = times[f"draft-{count}"] / full if share is None else draft_cost(count / layers, share)
-            kinds.append((name, draft, verify if wide is None else wide))
-        for name, draft, wide in kinds:
+            kinds.append((name, draft, steps if wide is None else [wide] * len(steps)))
+        for name, draft, these in kinds:
+            wide = these[VERIFIED]
+            beside_lookahead, beside_pays = beside(measured[count], draft, these, **costs)
             lookahead, pays = best_lookahead(measured[count], draft, most=MOST_DRAFTS, verify=wide, **costs)
             yield {"where": name, "skipped": count, "draft": draft, "verify": wide, "head_share": head,
                    "acceptance_rate": measured[count], "lookahead": lookahead, "speedup": pays,
+                   "lookahead_beside": beside_lookahead, "speedup_beside": beside_pays,
                    "break_even": break_even(draft, most=MOST_DRAFTS, verify=wide, **costs)}
 
 
@@ -88,6 +97,9 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield from table(("layers skipped", "chosen by", "agreement", "cosine"), (
         (row["skipped"], row["kind"], _with(row["agreement"], row["interval"]),
          _with(row["cosine"], row["cosine_interval"], 3)) for row in data["agreement"]))
+    yield "\n## Whose cache?\n\nThe fixed set's choices along the answer, by who computed the entries before it:\n"
+    yield from table(("layers skipped", "full model all", "full model the prompt", "skipping model all"), (
+        (row["skipped"], *(_with(*row[kind]) for kind in CACHES)) for row in data["caches"]))
     yield f"\n## The programme against every set of {FREE_LAYERS} layers\n"
     yield from table(("skipped", "sets", "states", "median rank", "best found", "cosine: mean set", "programme", "best",
                       "gap closed"), (
@@ -102,12 +114,14 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield f"\n## Times, in full single-token steps ({1e3 * data['full_step_s']:.1f} ms)\n"
     yield from table(("pass", "cost"), ((name, f"{cost:.2f}") for name, cost in data["times"].items()))
     yield from _speed(data["speed"])
+    if data["apart"]:
+        yield from _apart(data["apart"])
     yield "\n## What would make it pay\n"
     yield from table(("where", "layers skipped", "draft cost", "verification", "acceptance found", "needed",
-                      "best lookahead", "speed-up by formula"), (
+                      "best lookahead", "in turn", "best lookahead", "beside each other"), (
         (row["where"], row["skipped"], f"{row['draft']:.2f}", f"{row['verify']:.2f}", f"{row['acceptance_rate']:.2f}",
          "never" if row["break_even"] is None else f"{row['break_even']:.2f}", row["lookahead"],
-         f"{row['speedup']:.2f}") for row in data["verdict"]))
+         f"{row['speedup']:.2f}", row["lookahead_beside"], f"{row['speedup_beside']:.2f}") for row in data["verdict"]))
 
 
 def _speed(speed: dict[str, Any]) -> Iterator[str]:
@@ -131,6 +145,33 @@ def _speed(speed: dict[str, Any]) -> Iterator[str]:
     yield "Tuning, on the calibration prompts:\n"
     yield from table(("setting", "speed-up"), ((f"`{row['name']}`", _with(row["speedup"], row["interval"]))
                                                 for row in speed["tuning"]))
+
+
+def _apart(found: dict[str, Any]) -> Iterator[str]:
+    yield "\n## Beside its model, in a process of its own\n"
+    yield "Two stages, a core each.  Evaluation prompts:\n"
+    yield from table(("pipeline", "tokens/s", "speed-up, one core", "speed-up, both cores", "acceptance",
+                      "tokens a step", "same text"), (
+        (f"`{row['name']}`", f"{row['tokens_per_s']:.1f}", _with(row["speedup"], row["interval"]),
+         _with(row["speedup_both"], row["interval_both"]),
+         "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}",
+         f"{row['mean_acceptance_length']:.2f}", f"{row['identical_prompts']}/{row['num_prompts']}")
+        for row in found["evaluation"]))
+    yield "\nThe hand-over (medians; shares of the wall time of the stage that does it):\n"
+    yield from table(("pipeline", "tokens each", "give ms", "take ms", "choose layers ms", "give %", "take %",
+                      "choose layers %"), (
+        (f"`{name}`", f"{row['rows']:.2f}", *(f"{1e3 * row[f'{kind}_s']:.2f}" for kind in _KINDS),
+         *(f"{100 * row[f'{kind}_share']:.1f}" for kind in _KINDS)) for name, row in found["handover"].items()))
+    yield "\nDrafts that were right, by distance from the last token whose entries the full model computed:\n"
+    rows = {f"{name}, in turn": entries for name, entries in found["in_turn"].items()} | found["distances"]
+    farthest = max(entry["distance"] for entries in rows.values() for entry in entries)
+    yield from table(("run", *(f"{d}{' and more' if d == farthest else ''}" for d in range(1, farthest + 1))), (
+        (f"`{name}`", *(next((f"{_with(e['right'], e['interval'])} of {e['num_drafts']}" for e in entries
+                              if e["distance"] == d), "") for d in range(1, farthest + 1)))
+        for name, entries in rows.items()))
+    yield "\nTuning, on the calibration prompts, against plain decoding on one core:\n"
+    yield from table(("pipeline", "speed-up"), ((f"`{row['name']}`", _with(row["speedup"], row["interval"]))
+                                                for row in found["tuning"] if row["name"] not in (BASELINE, BOTH)))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from execute.bench_report import throughput_ratio
 from execute.built_in import chain
 from execute.fleet import Fleet, new_trace
 from execute.host import available_cores
+from execute.processes import processes_for, stages_apart
 from execute.prompts import Prompt
 from pipespec_model import metrics
 from pipespec_model.metrics import mean_of_repeats
@@ -24,34 +25,38 @@ TUNING_TOKENS, REPEATS = 32, 2
 BASELINE = "autoregressive"
 
 
-def grid(model: str, dtype: str, skipped: Sequence[int], *, threads: int) -> dict[str, list[StageSpec]]:
-    """Stages by name of a configuration: the pair, or the model alone."""
+def grid(model: str, dtype: str, skipped: Sequence[int], *, threads: int, lookahead: int) -> dict[str, PipelineSpec]:
+    """By name: the model alone, layer skipping in turn with it, and its int8 copy."""
     full = StageSpec(name="full", model=model, dtype=dtype, threads=threads)
     kinds = (None, "int8") if dtype == "float32" else (None,)
-    out = {BASELINE: [full]}
+    out = {BASELINE: PipelineSpec.alone(full)}
     for quantize, count, interval, threshold in product(kinds, skipped, INTERVALS, THRESHOLDS):
         name = f"{quantize or 'clasp'}-M{count}-LOI{interval}-DET{threshold:g}"
-        out[name] = [StageSpec(name=name, drafter="clasp", model=model, dtype=dtype, threads=threads, quantize=quantize,
-                               num_skipped_layers=count, layer_opt_interval=interval, draft_exit_threshold=threshold),
-                     full]
+        drafter = StageSpec(
+            name=name, drafter="clasp", model=model, dtype=dtype, threads=threads, quantize=quantize,
+            num_skipped_layers=count, layer_opt_interval=interval, draft_exit_threshold=threshold)
+        out[name] = chain([drafter, full], lookahead)
     if "int8" in kinds:
-        out["int8"] = [StageSpec(name="int8", model=model, dtype=dtype, threads=threads, quantize="int8"), full]
+        int8 = StageSpec(name="int8", model=model, dtype=dtype, threads=threads, quantize="int8")
+        out["int8"] = chain([int8, full], lookahead)
     return out
 
 
-def pipeline(stages: Sequence[StageSpec], lookahead: int) -> PipelineSpec:
-    return chain(stages, lookahead) if len(stages) > 1 else PipelineSpec.alone(stages[0])
+def on_threads(spec: PipelineSpec, threads: int) -> PipelineSpec:
+    """The same with so many threads a stage."""
+    stages = tuple(stage.model_copy(update={"threads": threads}) for stage in spec.stages)
+    return spec.model_copy(update={"stages": stages})
 
 
 @dataclass
 class Bench:
-    """Real runs of configurations, kept run by run; no process is started for what is there.
+    """Real runs of pipelines, kept run by run; no process is started for what is there.
 
+    pipelines : all that may be asked for, whatever their threads
     out : folder of the traces; tick : called with a few words before each prompt
     """
 
-    stages: list[StageSpec]
-    lookahead: int
+    pipelines: dict[str, PipelineSpec]
     out: Path
     tick: Callable[[str], None]
     _fleet: Fleet | None = None
@@ -66,15 +71,14 @@ class Bench:
     @property
     def fleet(self) -> Fleet:
         if self._fleet is None:
-            self._fleet = Fleet(self.stages).__enter__()
+            self._fleet = Fleet(processes_for(self.pipelines), apart=stages_apart(self.pipelines.values())).__enter__()
         return self._fleet
 
-    def measure(self, configurations: dict[str, list[StageSpec]], prompts: Sequence[Prompt], name: str, *,
+    def measure(self, pipelines: dict[str, PipelineSpec], prompts: Sequence[Prompt], name: str, *,
                 max_new_tokens: int, repeats: int) -> dict[str, Trace]:
-        """Every configuration on every prompt, in turns."""
+        """Every one on every prompt, in turns."""
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        pipelines = {name: pipeline(stages, self.lookahead) for name, stages in configurations.items()}
         traces = {name: self._open(folder / f"{name}.jsonl", spec) for name, spec in pipelines.items()}
         for repeat, (n, prompt) in product(range(repeats), enumerate(prompts)):
             self.tick(f"study: {folder.name}, run {repeat * len(prompts) + n + 1} of {repeats * len(prompts)}")
@@ -100,9 +104,9 @@ def best(traces: dict[str, Trace], kind: str) -> str:
     return max(speeds, key=lambda name: speeds[name])
 
 
-def summary(traces: dict[str, Trace]) -> list[dict[str, Any]]:
+def summary(traces: dict[str, Trace], baseline: str = BASELINE) -> list[dict[str, Any]]:
     """Per configuration: speed-up with its interval, per category, time shares, acceptance, identical texts."""
-    base = traces[BASELINE].prompts
+    base = traces[baseline].prompts
     texts = {prompt.name: prompt.tokens for prompt in base}
     out = []
     for name, trace in traces.items():
@@ -114,7 +118,8 @@ def summary(traces: dict[str, Trace]) -> list[dict[str, Any]]:
         out.append({
             "name": name, "tokens_per_s": metrics.tokens_per_s(trace.prompts), "speedup": total, "interval": interval,
             "by_category": by_category, "time_shares": time_shares(trace),
-            "acceptance_rate": metrics.acceptance_rate(metrics.link_figures(trace, 0)) if name != BASELINE else None,
+            "acceptance_rate": metrics.acceptance_rate(metrics.link_figures(trace, 0)) if trace.prompts[0].counters[1:]
+            else None,
             "mean_acceptance_length": metrics.mean_acceptance_length(trace),
             "identical_prompts": len({p.name for p in trace.prompts}
                                      - {p.name for p in trace.prompts if p.tokens != texts[p.name]}),
@@ -139,17 +144,15 @@ def run_all(model: str, dtype: str, skipped: Sequence[int], calibration: Sequenc
             evaluation: Sequence[Prompt], out: Path, *, lookahead: int, max_new_tokens: int,
             tick: Callable[[str], None]) -> dict[str, Any]:
     """Tune on one core, report on one core and on both."""
-    configurations = grid(model, dtype, skipped, threads=1)
-    stages = {stage.name: stage for found in configurations.values() for stage in found}
+    configurations = grid(model, dtype, skipped, threads=1, lookahead=lookahead)
     kinds = ("clasp", "int8") if dtype == "float32" else ("clasp",)
-    with Bench(list(stages.values()), lookahead, out, tick) as bench:
+    with Bench(configurations, out, tick) as bench:
         tuning = bench.measure(configurations, calibration, "tuning", repeats=1,
                                max_new_tokens=min(TUNING_TOKENS, max_new_tokens))
         found: dict[str, Any] = {"tuning": summary(tuning), "chosen": {kind: best(tuning, kind) for kind in kinds}}
         wanted = [BASELINE, *found["chosen"].values(), *(["int8"] if "int8" in configurations else [])]
         for threads in (1, 2)[: len(available_cores())]:
-            these = {name: [stage.model_copy(update={"threads": threads}) for stage in configurations[name]]
-                     for name in wanted}
+            these = {name: on_threads(configurations[name], threads) for name in wanted}
             traces = bench.measure(these, evaluation, f"evaluation-{threads}", repeats=REPEATS,
                                    max_new_tokens=max_new_tokens)
             found[f"evaluation-{threads}"] = summary(traces)

@@ -29,7 +29,7 @@ from pipespec_model.spec import StageSpec
 
 from .layerwise import layered, layered_int8
 from .optimise import optimise
-from .probes import Text, against_all, chosen, next_tokens, read
+from .probes import CACHES, Text, against_all, by_cache, chosen, next_tokens, read
 
 KINDS = ("dp", "fixed", "uniform", "random")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the layers, skipped
@@ -88,7 +88,7 @@ class Probing:
     def run(self, tick: Callable[[str], None]) -> dict[str, Any]:
         found: dict[str, Any] = {"host": host(), "versions": versions(), "num_layers": self.layers}
         for name, make in (("answers", self.answers), ("sets", self.sets), ("agreement", self.agreement),
-                           ("reduced", self.reduced), ("times", self.times)):
+                           ("caches", self.caches), ("reduced", self.reduced), ("times", self.times)):
             tick(f"study: {name}")
             found[name] = part(self.out, name, make)
             if name == "answers":
@@ -158,6 +158,12 @@ class Probing:
                     out.append({"prompt": name, "skipped": count, "kind": kind, "num_right": sum(right),
                                 "num": len(right), "cosine": float(np.mean(near))})
         return out
+
+    def caches(self) -> list[dict[str, Any]]:
+        """Per evaluation prompt, number of layers and kind of cache: how many of a fixed set's choices were right."""
+        return [{"prompt": name, "skipped": count, "cache": kind, "num_right": sum(right), "num": len(right)}
+                for name in self.settings.evaluation_prompts for count in self.skipped
+                for kind, right in by_cache(self.texts[name], self.fixed(count)).items()]
 
     def reduced(self) -> list[dict[str, Any]]:
         """The programme against every set of FREE_LAYERS layers in the middle."""
@@ -242,6 +248,16 @@ def over_prompts(values: Sequence[tuple[str, float, float]], *, draws: int = 200
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.05, 0.95])
     total = sums.sum(0)
     return float(total[0] / total[1]), (float(low), float(high))
+
+
+def cache_table(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """By number of layers: agreement and its interval for each kind of cache."""
+    for count in sorted({entry["skipped"] for entry in entries}):
+        row: dict[str, Any] = {"skipped": count}
+        for kind in CACHES:
+            mine = [entry for entry in entries if entry["skipped"] == count and entry["cache"] == kind]
+            row[kind] = over_prompts([(e["prompt"], e["num_right"], e["num"]) for e in mine])
+        yield row
 
 
 def agreement_table(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
