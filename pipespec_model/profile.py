@@ -74,6 +74,9 @@ class Costs:
             non_negative(f"costs.{item.name}", getattr(self, item.name))
 
 
+NO_COSTS = Costs()
+
+
 @dataclass(frozen=True)
 class Contention:
     """Rates of progress of stages that compute at the same time; 1 = as fast as alone."""
@@ -129,7 +132,7 @@ class Profile:
         for key in (costs_key(strategy, stage.time_key), stage.time_key, stage.name, "*"):
             if key in self.costs:
                 return self.costs[key]
-        return Costs()
+        return NO_COSTS
 
     def pair(self, drafter: StageSpec, verifier: StageSpec) -> AcceptanceModel:
         if drafter.choice_key == verifier.choice_key:

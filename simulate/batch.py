@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +19,14 @@ from pipespec_model.profile import Costs, Profile, StageLatency, recorded
 from pipespec_model.spec import PipelineSpec, StageSpec
 
 from .compiled import Cases, encode, run_cases
+from .encode import MOST_STAGES
 from .figures import half_width
 from .run import replication_prompts
 from .totals import Totals
 
 Point = tuple[PipelineSpec, Profile]
+Figures = dict[str, NDArray[Any]]
+"""By name; the first axis is replications."""
 FIGURES = ("tokens_per_s", "speedup", "mean_acceptance_length", "ttft_s")
 USES = ("busy", "waiting", "wasted")
 
@@ -37,83 +40,106 @@ class Runs:
     seed: int
 
 
-@dataclass
-class _Open:
-    """A configuration at work; figures ``[replication]``, uses ``[replication, stage]``."""
-
-    point: Point
-    figures: dict[str, list[NDArray[Any]]] = field(default_factory=lambda: {name: [] for name in (*FIGURES, *USES)})
-    num_tokens: int = 0
-
-    def row(self) -> dict[str, Any]:
-        found = {name: np.concatenate(parts) for name, parts in self.figures.items()}
-        out: dict[str, Any] = {"num_replications": len(found["speedup"]), "num_tokens": self.num_tokens}
-        for name in FIGURES:
-            out[name] = float(found[name].mean())
-            if name in FIGURES[:2]:
-                half = half_width(found[name])
-                out |= {f"{name}_low": out[name] - half, f"{name}_high": out[name] + half} if half is not None else {
-                    f"{name}_low": None, f"{name}_high": None}
-        for i in range(len(self.point[0].stages)):
-            for name in USES:
-                known = found[name][:, i]
-                known = known[~np.isnan(known)]
-                out[f"stage_{i}_{name}"] = float(known.mean()) if len(known) else None
-        return out
-
-    def relative_half_width(self) -> float:
-        speeds = np.concatenate(self.figures["tokens_per_s"])
-        return (half_width(speeds) or math.inf) / float(speeds.mean())
-
-
 def simulate_all(points: Sequence[Point], runs: Runs, replications: int, *, narrow: float | None = None,
                  most: int = 0) -> list[dict[str, Any]]:
     """One row of figures a point.
 
     narrow : go on, at most to ``most`` replications, until a point's 90% interval of the throughput is ± this share
     """
-    found = [_Open(point) for point in points]
-    at_work, done, wanted = found, 0, max(replications, 2) if narrow else replications
+    found: list[Figures] = [{} for _ in points]
+    at_work, done, wanted = list(range(len(points))), 0, max(replications, 2) if narrow else replications
     while at_work:
-        _replicate(at_work, runs, range(runs.seed + done, runs.seed + wanted))
+        made = _replicate([points[i] for i in at_work], runs, range(runs.seed + done, runs.seed + wanted))
+        for i, more in zip(at_work, made, strict=True):
+            found[i] = {name: np.concatenate([found[i][name], new]) for name, new in more.items()} if found[i] else more
         done = wanted
         if narrow is None or done >= most:
             break
-        at_work = [item for item in at_work if item.relative_half_width() > narrow]
+        at_work = [i for i in at_work if _relative_half_width(found[i]["tokens_per_s"]) > narrow]
         wanted = min(most, math.ceil(1.5 * done))
-    return [item.row() for item in found]
+    rows: list[dict[str, Any]] = [{} for _ in points]
+    for chosen in _alike([len(figures["speedup"]) for figures in found]):
+        for i, row in zip(chosen, _rows([found[i] for i in chosen]), strict=True):
+            rows[i] = row
+    for row, (spec, _) in zip(rows, points, strict=True):
+        for i in range(len(spec.stages), MOST_STAGES):
+            for name in USES:
+                row.pop(f"stage_{i}_{name}", None)
+    return rows
 
 
-def _replicate(at_work: Sequence[_Open], runs: Runs, seeds: range) -> None:
-    cases = [_cases(item.point, runs, seeds) for item in at_work]
-    alone = [_alone_s(item.point, runs, seeds) for item in at_work]
+def _replicate(points: Sequence[Point], runs: Runs, seeds: range) -> list[Figures]:
+    cases = [_cases(point, runs, seeds) for point in points]
+    alone = np.array([_alone_s(point, runs, seeds) for point in points])
     totals = run_cases([part for parts in cases for part in parts])
-    start = 0
-    for item, parts, plain_s in zip(at_work, cases, alone, strict=True):
-        size = sum(map(len, parts))
-        _book(item, totals[start : start + size], plain_s, len(seeds))
-        start += size
+    sizes = np.array([sum(map(len, parts)) for parts in cases])
+    first = np.cumsum(sizes) - sizes
+    out: list[Figures] = [{} for _ in points]
+    for chosen in _alike(sizes.tolist()):
+        mine = (first[chosen][:, None] + np.arange(sizes[chosen[0]])).ravel()
+        found = _figures(totals[mine], alone[chosen])
+        for place, i in enumerate(chosen):
+            out[i] = {name: values[place] for name, values in found.items()}
+    return out
 
 
-def _book(item: _Open, found: Totals, plain_s: NDArray[np.float64], replications: int) -> None:
-    """Append the figures of these replications; ``plain_s``: seconds of the target alone ``[replication]``."""
-    by = (replications, -1)
-    seconds, tokens = found.total_s.reshape(by).sum(1), found.num_tokens.reshape(by).sum(1)
-    deep = len(item.point[0].stages)
+def _figures(found: Totals, alone_s: NDArray[np.float64]) -> Figures:
+    """Of points with as many texts each: ``[point, replication]``, uses ``[point, replication, stage]``.
+
+    alone_s : of the target alone ``[point, replication]``
+    """
+    by = (*alone_s.shape, -1)
+    seconds, tokens = found.total_s.reshape(by).sum(2), found.num_tokens.reshape(by).sum(2)
+    target = found.counter("emitted")[np.arange(len(found)), found.num_stages - 1]
 
     def of_stages(values: NDArray[Any]) -> NDArray[np.float64]:
-        return values[:, :deep].reshape(replications, -1, deep).sum(1).astype(float)
+        return values.reshape(*by, values.shape[1]).sum(2).astype(float)
 
-    busy, drafted, cut = of_stages(found.busy_s) / seconds[:, None], of_stages(found.drafted), of_stages(found.cut)
-    emitted = of_stages(found.counter("emitted"))[:, -1]
-    figures = {
-        "tokens_per_s": tokens / seconds, "speedup": plain_s / seconds,
-        "mean_acceptance_length": emitted / found.target_steps.reshape(by).sum(1),
-        "ttft_s": found.ttft_s.reshape(by).mean(1), "busy": busy, "waiting": np.maximum(0.0, 1 - busy),
+    busy, drafted, cut = of_stages(found.busy_s) / seconds[..., None], of_stages(found.drafted), of_stages(found.cut)
+    return {
+        "tokens_per_s": tokens / seconds, "speedup": alone_s / seconds, "num_tokens": tokens,
+        "mean_acceptance_length": target.reshape(by).sum(2) / found.target_steps.reshape(by).sum(2),
+        "ttft_s": found.ttft_s.reshape(by).mean(2), "busy": busy, "waiting": np.maximum(0.0, 1 - busy),
         "wasted": np.divide(cut, drafted, out=np.full_like(cut, np.nan), where=drafted > 0)}
-    for name, values in figures.items():
-        item.figures[name].append(values)
-    item.num_tokens = int(tokens[0])
+
+
+def _rows(found: Sequence[Figures]) -> list[dict[str, Any]]:
+    """Rows of points with as many replications each."""
+    columns: dict[str, list[Any]] = {
+        "num_replications": [len(figures["speedup"]) for figures in found],
+        "num_tokens": [int(figures["num_tokens"][0]) for figures in found]}
+    for name in FIGURES:
+        values = np.stack([figures[name] for figures in found])
+        middle = columns[name] = values.mean(1).tolist()
+        if name in FIGURES[:2]:
+            half = half_width(values)
+            low, high = ([None] * len(found),) * 2 if half is None else (
+                (values.mean(1) + sign * half).tolist() for sign in (-1, 1))
+            columns |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+    deep = max(figures["busy"].shape[1] for figures in found)
+    for name in USES:
+        values = np.stack([np.pad(figures[name], [(0, 0), (0, deep - figures[name].shape[1])]) for figures in found]
+                          if any(figures[name].shape[1] < deep for figures in found)
+                          else [figures[name] for figures in found])
+        known = ~np.isnan(values)
+        sums, counts = np.where(known, values, 0.0).sum(1), known.sum(1)
+        means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
+        for i in range(deep):
+            columns[f"stage_{i}_{name}"] = [mean if count else None for mean, count in zip(
+                means[:, i].tolist(), counts[:, i].tolist(), strict=True)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _relative_half_width(speeds: NDArray[np.float64]) -> float:
+    return float((half_width(speeds) or math.inf) / speeds.mean())
+
+
+def _alike(keys: Sequence[int]) -> list[list[int]]:
+    """The places of each key."""
+    found: dict[int, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return list(found.values())
 
 
 # -- texts, and the target alone on them -----------------------------------------------------------

@@ -48,13 +48,13 @@ def mean(values: Sequence[float | None]) -> dict[str, Any]:
     if not len(found):
         return {"value": None, "interval": None}
     middle, half = float(found.mean()), half_width(found)
-    return {"value": middle, "interval": None if half is None else [middle - half, middle + half]}
+    return {"value": middle, "interval": None if half is None else [middle - float(half), middle + float(half)]}
 
 
-def half_width(values: NDArray[np.float64]) -> float | None:
-    """Of the mean's 90% interval (Student's t) over independent values; None of a single one."""
-    n = len(values)
-    return float(_t95(n - 1) * values.std(ddof=1) / np.sqrt(n)) if n > 1 else None
+def half_width(values: NDArray[np.float64]) -> Any:
+    """Of the mean's 90% interval (Student's t) over independent values, the last axis; None of single ones."""
+    n = values.shape[-1]
+    return _t95(n - 1) * values.std(axis=-1, ddof=1) / np.sqrt(n) if n > 1 else None
 
 
 @cache

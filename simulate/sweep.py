@@ -30,7 +30,10 @@ from .vary import Axis, Value, axes_of
 
 BATCH_S = 0.5
 """A worker's batch; what a killed sweep does again is at most one a worker."""
-MOST_PER_BATCH = 512
+PROBE_ROWS = 8
+MOST_PER_BATCH = 1024
+WORTH_WORKERS_S = 4.0
+"""Work for which processes are started: each takes a second or so to load."""
 BYTES_PER_ROW = 4000
 """Of a row in memory, as JSON and in the table, generously."""
 
@@ -176,13 +179,16 @@ def run_sweep(made: Sweep, *, out: Path | None, workers: Workers,
 def _compute(made: Sweep, done: set[int], workers: Workers) -> Iterator[list[Row]]:
     """Rows of the points that are not done, some at a time."""
     todo = [index for index in range(len(made.design)) if index not in done]
-    # The first row compiles what there is to compile; the second tells how long a row takes.
+    # The first row compiles what there is to compile; the next ones tell how long a row takes.
     changes, seconds = made.changes(), BATCH_S
-    for index in todo[:2]:
+    probes = [todo[:1], todo[1 : 1 + PROBE_ROWS]]
+    for probe in filter(None, probes):
         begun = time.perf_counter()
-        found = made.rows([index], changes)
-        seconds = time.perf_counter() - begun
+        found = made.rows(probe, changes)
+        seconds = (time.perf_counter() - begun) / len(probe)
         yield found
     size = min(max(1, round(BATCH_S / max(seconds, 1e-6))), MOST_PER_BATCH)
-    rest = todo[2:]
+    rest = todo[1 + PROBE_ROWS :]
+    if workers.dask is None and seconds * len(rest) < WORTH_WORKERS_S:
+        workers = Workers()
     yield from workers.run(made, [rest[i : i + size] for i in range(0, len(rest), size)])
