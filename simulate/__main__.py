@@ -14,6 +14,7 @@ from pipespec_model.profile import Profile, load_profile, recorded
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import load_trace, save_trace
 
+from .bench import bench_command
 from .choose import choose_lookaheads
 from .estimate import estimate_command
 from .figures import figures
@@ -180,6 +181,7 @@ def plot_command(
 app.command("sweep")(sweep_command)
 app.command("estimate")(estimate_command)
 app.command("plan")(plan_command)
+app.command("bench")(bench_command)
 
 
 def main(args: list[str] | None = None) -> None:
