@@ -70,8 +70,7 @@ def run_all(chosen: Mapping[str, str], prompts: Prompts, out: Path, *, model: st
         row["speedup_both"], row["interval_both"] = (against_both[row["name"]][key] for key in ("speedup", "interval"))
     found["evaluation"] = rows
     found["handover"] = {name: handover(traces[name]) for name in found["chosen"].values()}
-    found["distances"] = {name: list(distance_table(trace)) for name, trace in (tuning | traces).items()
-                          if name not in (BASELINE, BOTH)}
+    found["distances"] = distances(out, chosen, skipped)
     return found
 
 
@@ -110,19 +109,28 @@ def judged(prompt: PromptRecord, steps: Sequence[StepRecord], *, pipelined: bool
         waiting = waiting or step.stage == 1
 
 
-def distance_table(trace: Trace) -> Iterator[dict[str, Any]]:
+def distance_table(traces: Iterable[Trace]) -> list[dict[str, Any]]:
     """By distance: how many drafts were judged, and the share that was right, with its interval over prompts."""
-    pipelined = trace.pipeline["strategy"] == "pipelined"
     seen: dict[int, list[tuple[str, float, float]]] = {}
-    for prompt in trace.prompts:
-        steps = [step for step in trace.steps if step.prompt == prompt.prompt]
-        for distance, right in judged(prompt, steps, pipelined=pipelined):
-            seen.setdefault(min(distance, FARTHEST), []).append((prompt.name, float(right), 1.0))
+    for trace in traces:
+        pipelined = trace.pipeline["strategy"] == "pipelined"
+        for prompt in trace.prompts:
+            steps = [step for step in trace.steps if step.prompt == prompt.prompt]
+            for distance, right in judged(prompt, steps, pipelined=pipelined):
+                seen.setdefault(min(distance, FARTHEST), []).append((prompt.name, float(right), 1.0))
+    out = []
     for distance in sorted(seen):
         rate, interval = over_prompts(seen[distance])
-        yield {"distance": distance, "num_drafts": len(seen[distance]), "right": rate, "interval": interval}
+        out.append({"distance": distance, "num_drafts": len(seen[distance]), "right": rate, "interval": interval})
+    return out
 
 
-def distance_rows(folder: Path, names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """The same of runs in turn, from their traces."""
-    return {name: list(distance_table(load_trace(folder / f"{name}.jsonl")[0])) for name in names}
+def distances(out: Path, chosen: Mapping[str, str], skipped: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+    """In turn and beside, on the same calibration prompts with the same settings; beside, over all lookaheads."""
+    found = {}
+    for (kind, name), count in product(chosen.items(), skipped):
+        interval = name.partition("-LOI")[2]
+        for where, paths in (("in turn", (out / "tuning").glob(f"{kind}-M{count}-LOI{interval}.jsonl")),
+                             ("beside", (out / "apart-tuning").glob(f"{kind}-M{count}-lookahead*.jsonl"))):
+            found[f"{kind}-M{count}, {where}"] = distance_table(load_trace(path)[0] for path in sorted(paths))
+    return found

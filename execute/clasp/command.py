@@ -60,7 +60,6 @@ def study(
                 found["apart"] = apart.run_all(found["speed"]["chosen"], apart.Prompts(tuning, evaluation), out,
                                                model=model, dtype=dtype, skipped=skipped, max_new_tokens=max_new_tokens,
                                                tick=tick)
-                found["apart"]["in_turn"] = apart.distance_rows(out / "evaluation-1", found["speed"]["chosen"].values())
     finally:
         torch.set_num_threads(before)
     data = report.summarise(found)

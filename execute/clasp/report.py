@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .apart import BOTH
+from .apart import BOTH, FARTHEST
 from .pictures import draw_agreement, draw_persistence, draw_speed
 from .probes import CACHES
 from .speed import BASELINE
@@ -162,10 +162,11 @@ def _apart(found: dict[str, Any]) -> Iterator[str]:
                       "choose layers %"), (
         (f"`{name}`", f"{row['rows']:.2f}", *(f"{1e3 * row[f'{kind}_s']:.2f}" for kind in _KINDS),
          *(f"{100 * row[f'{kind}_share']:.1f}" for kind in _KINDS)) for name, row in found["handover"].items()))
-    yield "\nDrafts that were right, by distance from the last token whose entries the full model computed:\n"
-    rows = {f"{name}, in turn": entries for name, entries in found["in_turn"].items()} | found["distances"]
+    yield ("\nDrafts that were right, by distance from the last token whose entries the full model computed; "
+           "calibration prompts, all lookaheads:\n")
+    rows = found["distances"]
     farthest = max(entry["distance"] for entries in rows.values() for entry in entries)
-    yield from table(("run", *(f"{d}{' and more' if d == farthest else ''}" for d in range(1, farthest + 1))), (
+    yield from table(("run", *(f"{d}{' and more' if d == FARTHEST else ''}" for d in range(1, farthest + 1))), (
         (f"`{name}`", *(next((f"{_with(e['right'], e['interval'])} of {e['num_drafts']}" for e in entries
                               if e["distance"] == d), "") for d in range(1, farthest + 1)))
         for name, entries in rows.items()))
