@@ -16,7 +16,7 @@ from execute.clasp.apart import judged
 from execute.clasp.layerwise import layered
 from execute.clasp.optimise import cosine_of
 from execute.clasp.probes import CACHES, against_all, by_cache, every_set, next_tokens, read
-from execute.clasp.study import DISTANCES, over_prompts, overlap, persistence
+from execute.clasp.tables import DISTANCES, over_prompts, overlap, persistence
 from execute.clasp.verdict import beside, best_lookahead, break_even, draft_cost, speed_up
 from execute.skips import SkipSet, read_skips
 from pipespec_model.closed_form import synchronous_speedup

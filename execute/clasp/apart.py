@@ -21,7 +21,7 @@ from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace, load_trace
 
 from .speed import BASELINE, REPEATS, TUNING_TOKENS, Bench, best, summary
-from .study import over_prompts
+from .tables import over_prompts
 
 LOOKAHEADS = (0, 1, 3)
 BOTH = f"{BASELINE}-2"  # plain decoding on the cores that a pipeline has

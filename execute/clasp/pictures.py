@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-KIND_STYLE = {"dp": ("#0072B2", "o", "dynamic programme"), "fixed": ("#E69F00", "D", "fixed, of other prompts"),
+KIND_STYLE = {"dp": ("#0072B2", "o", "dynamic programme"), "hindsight": ("#CC79A7", "v", "the same, in hindsight"),
+              "fixed": ("#E69F00", "D", "fixed, of other prompts"),
               "uniform": ("#009E73", "s", "evenly spread"), "random": ("#777777", "^", "random")}
 M_STYLE = (("#0072B2", "o"), ("#E69F00", "D"), ("#009E73", "s"), ("#CC79A7", "^"), ("#555555", "v"))
 
@@ -44,7 +45,7 @@ def draw_agreement(rows: Sequence[dict[str, Any]], num_layers: int, path: Path) 
             for number, (kind, (colour, marker, label)) in enumerate(KIND_STYLE.items()):
                 mine = [row for row in rows if row["kind"] == kind]
                 values = [row[key] for row in mine]
-                axes.errorbar([row["skipped"] + 0.16 * (number - 1.5) for row in mine], values,
+                axes.errorbar([row["skipped"] + 0.16 * (number - 2) for row in mine], values,
                               yerr=_bars(values, [row[interval] for row in mine]), color=colour, marker=marker,
                               label=label, linewidth=1.4, elinewidth=1.0)
             axes.set_title(title, fontsize=11, loc="left")
@@ -52,8 +53,8 @@ def draw_agreement(rows: Sequence[dict[str, Any]], num_layers: int, path: Path) 
             axes.set_xticks(sorted({row["skipped"] for row in rows}))
         panels[0].set_ylim(0, 1)
         handles, labels = panels[0].get_legend_handles_labels()
-        panels[0].figure.legend(handles, labels, frameon=False, fontsize=10, ncols=4, loc="lower center",
-                                bbox_to_anchor=(0.5, 1.0))
+        panels[0].figure.legend(handles, labels, frameon=False, fontsize=10, ncols=5, loc="lower center",
+                                columnspacing=1.2, bbox_to_anchor=(0.5, 1.0))
 
 
 def draw_persistence(by_count: dict[str, list[dict[str, Any]]], path: Path) -> None:

@@ -87,10 +87,13 @@ def by_cache(text: Text, skips: SkipSet) -> dict[str, list[bool]]:
     return out
 
 
-def chosen(text: Text, position: int, count: int) -> SkipSet:
+def chosen(text: Text, position: int, count: int, *, hindsight: bool = False) -> SkipSet:
     """What the programme chooses before the token at ``position`` is drafted from: the newest whose entries the
-    verifier holds is the one before it."""
-    return optimise(text.token(position - 1), count).skips
+    verifier holds is the one before it.
+
+    hindsight : by the states of that token itself, which nobody knows before the full model has run on it
+    """
+    return optimise(text.token(position - (not hindsight)), count).skips
 
 
 @torch.inference_mode()

@@ -13,12 +13,14 @@ from .apart import BOTH, FARTHEST
 from .pictures import draw_agreement, draw_persistence, draw_speed
 from .probes import CACHES
 from .speed import BASELINE
-from .study import DISTANCES, FREE_LAYERS, REDUCED, agreement_table, cache_table, over_prompts, persistence
+from .study import FREE_LAYERS, REDUCED
+from .tables import DISTANCES, agreement_table, cache_table, over_prompts, persistence
 from .verdict import beside, best_lookahead, break_even, draft_cost
 
 ELSEWHERE = (("this model", None, None), ("head share 2%", 0.02, None), ("head share 2%, wide steps free", 0.02, 1.0))
 MOST_DRAFTS = 8
 VERIFIED = 3  # drafts of a typical verification in turn
+DRAFT_COSTS, RATES = (0.3, 0.5, 0.7, 0.9), (0.5, 0.6, 0.7, 0.8, 0.9)  # of models that are not here
 _KINDS = ("give", "take", "optimise")
 
 
@@ -34,7 +36,7 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
         "reduced": list(_reduced(found["reduced"])),
         "persistence": {str(count): list(_persistence(found["sets"], count)) for count in skipped},
         "times": {name: seconds / full for name, seconds in times.items()}, "full_step_s": full,
-        "speed": found["speed"], "verdict": list(_verdict(found, skipped)),
+        "speed": found["speed"], "verdict": list(_verdict(found, skipped)), "elsewhere": list(_elsewhere(times)),
     }
 
 
@@ -76,6 +78,16 @@ def _verdict(found: dict[str, Any], skipped: Sequence[int]) -> Iterator[dict[str
                    "acceptance_rate": measured[count], "lookahead": lookahead, "speedup": pays,
                    "lookahead_beside": beside_lookahead, "speedup_beside": beside_pays,
                    "break_even": break_even(draft, most=MOST_DRAFTS, verify=wide, **costs)}
+
+
+def _elsewhere(times: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Of a drafter of some cost that is right so often: what it would gain in turn and beside its model, where wide
+    steps cost nothing.  LOI is the default; a choice of layers costs what it does here with most layers skipped."""
+    optimise = max(seconds for name, seconds in times.items() if name.startswith("optimise")) / times["full-1"]
+    for draft in DRAFT_COSTS:
+        gains = [(best_lookahead(rate, draft, most=MOST_DRAFTS, optimise=optimise)[1],
+                  beside(rate, draft, [1.0] * MOST_DRAFTS, optimise=optimise)[1]) for rate in RATES]
+        yield {"draft": draft, "gains": gains}
 
 
 def write(data: dict[str, Any], out: Path) -> None:
@@ -122,6 +134,13 @@ def page(data: dict[str, Any]) -> Iterator[str]:
         (row["where"], row["skipped"], f"{row['draft']:.2f}", f"{row['verify']:.2f}", f"{row['acceptance_rate']:.2f}",
          "never" if row["break_even"] is None else f"{row['break_even']:.2f}", row["lookahead"],
          f"{row['speedup']:.2f}", row["lookahead_beside"], f"{row['speedup_beside']:.2f}") for row in data["verdict"]))
+    yield from _other_models(data["elsewhere"])
+
+
+def _other_models(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "\nOf any model whose wide steps cost nothing, by draft cost and acceptance (in turn / beside each other):\n"
+    yield from table(("draft cost", *(f"right {100 * rate:.0f}%" for rate in RATES)), (
+        (row["draft"], *(f"{in_turn:.2f} / {beside_:.2f}" for in_turn, beside_ in row["gains"])) for row in rows))
 
 
 def _speed(speed: dict[str, Any]) -> Iterator[str]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ from pipespec_model.spec import StageSpec
 
 from .layerwise import layered, layered_int8
 from .optimise import optimise
-from .probes import CACHES, Text, against_all, by_cache, chosen, next_tokens, read
+from .probes import Text, against_all, by_cache, chosen, next_tokens, read
 
-KINDS = ("dp", "fixed", "uniform", "random")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the layers, skipped
 FREE_LAYERS, REDUCED = 10, (3, 4, 5)
 STATES = 24  # of the comparison with every set
 RUN_OF_POSITIONS, FAR_POSITIONS = 12, 4  # probed in an answer: neighbours, and some further on
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,15 @@ class Probing:
     def run(self, tick: Callable[[str], None]) -> dict[str, Any]:
         found: dict[str, Any] = {"host": host(), "versions": versions(), "num_layers": self.layers}
         for name, make in (("answers", self.answers), ("sets", self.sets), ("agreement", self.agreement),
-                           ("caches", self.caches), ("reduced", self.reduced), ("times", self.times)):
+                           ("hindsight", self.hindsight), ("caches", self.caches), ("reduced", self.reduced),
+                           ("times", self.times)):
             tick(f"study: {name}")
             found[name] = part(self.out, name, make)
             if name == "answers":
                 self.texts = {p.name: read(self.decoder, p.tokens, found[name][p.name]) for p in self.prompts}
             elif name == "sets":
                 self.chosen = found[name]
+        found["agreement"] += found.pop("hindsight")
         for count in self.skipped:
             write_skips(self.fixed(count), self.out / f"skip_layers-{count}.json")
         return found
@@ -148,7 +148,7 @@ class Probing:
                 rng = np.random.default_rng((number, count))
                 apart = {"dp": [SkipSet.layers(mine[position, count]) for position in positions],
                          "random": [random_skips(self.layers, count, rng=rng) for _ in positions]}
-                for kind in KINDS:
+                for kind in (*apart, "fixed", "uniform"):
                     if kind in apart:
                         each = [next_tokens(text, [p], s) for p, s in zip(positions, apart[kind], strict=True)]
                         right, near = [r[0] for r, _ in each], [n[0] for _, n in each]
@@ -157,6 +157,18 @@ class Probing:
                         right, near = next_tokens(text, positions, common)
                     out.append({"prompt": name, "skipped": count, "kind": kind, "num_right": sum(right),
                                 "num": len(right), "cosine": float(np.mean(near))})
+        return out
+
+    def hindsight(self) -> list[dict[str, Any]]:
+        """The same where the programme is given the states of the very token that is drafted from: no drafter has
+        them, but they tell how much of what is missed is due to the sets of neighbouring tokens being different."""
+        out = []
+        for name, count in product(self.settings.evaluation_prompts, self.skipped):
+            text, positions = self.texts[name], self.positions(name)
+            each = [next_tokens(text, [p], chosen(text, p, count, hindsight=True)) for p in positions]
+            right, near = [r[0] for r, _ in each], [n[0] for _, n in each]
+            out.append({"prompt": name, "skipped": count, "kind": "hindsight", "num_right": sum(right),
+                        "num": len(right), "cosine": float(np.mean(near))})
         return out
 
     def caches(self) -> list[dict[str, Any]]:
@@ -203,69 +215,3 @@ def _medians(tasks: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, 
             if number:
                 seconds[name].append(time.perf_counter() - start)
     return {name: float(np.median(found)) for name, found in seconds.items()}
-
-
-def overlap(a: Sequence[int], b: Sequence[int]) -> float:
-    """Jaccard index."""
-    return len(set(a) & set(b)) / len(set(a) | set(b))
-
-
-def persistence(chosen_sets: Sequence[dict[str, Any]], skipped: int) -> dict[str, list[tuple[str, float]]]:
-    """Overlaps of pairs of sets, by token distance and between prompts; each with the prompt it counts for."""
-    by_prompt: dict[str, list[tuple[int, list[int]]]] = {}
-    for entry in chosen_sets:
-        if entry["skipped"] == skipped:
-            by_prompt.setdefault(entry["prompt"], []).append((entry["position"], entry["layers"]))
-    out: dict[str, list[tuple[str, float]]] = {}
-    for name, found in by_prompt.items():
-        for (p, a), (q, b) in combinations(found, 2):
-            out.setdefault(_distance(q - p), []).append((name, overlap(a, b)))
-    for a_name, b_name in combinations(by_prompt, 2):
-        pairs = zip(by_prompt[a_name][::4], by_prompt[b_name][::4], strict=False)
-        out.setdefault("other prompt", []).extend((a_name, overlap(a, b)) for (_, a), (_, b) in pairs)
-    return out
-
-
-def _distance(tokens: int) -> str:
-    return next((f"{low}" if low == high else f"{low}–{high}" for low, high in _BINS if low <= tokens <= high), "64+")
-
-
-_BINS = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63))
-DISTANCES = (*(_distance(low) for low, _ in _BINS), "other prompt")
-
-
-def over_prompts(values: Sequence[tuple[str, float, float]], *, draws: int = 2000) -> tuple[float, Interval]:
-    """Ratio of sums and its 90% interval, prompts drawn again.
-
-    values : (prompt, top, bottom)
-    """
-    names = sorted({name for name, _, _ in values})
-    sums = np.zeros((len(names), 2))
-    for name, top, bottom in values:
-        sums[names.index(name)] += (top, bottom)
-    pick = np.random.default_rng(0).integers(0, len(names), size=(draws, len(names)))
-    drawn = sums[pick].sum(1)
-    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.05, 0.95])
-    total = sums.sum(0)
-    return float(total[0] / total[1]), (float(low), float(high))
-
-
-def cache_table(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """By number of layers: agreement and its interval for each kind of cache."""
-    for count in sorted({entry["skipped"] for entry in entries}):
-        row: dict[str, Any] = {"skipped": count}
-        for kind in CACHES:
-            mine = [entry for entry in entries if entry["skipped"] == count and entry["cache"] == kind]
-            row[kind] = over_prompts([(e["prompt"], e["num_right"], e["num"]) for e in mine])
-        yield row
-
-
-def agreement_table(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """By number of layers and kind: agreement and cosine with their intervals."""
-    for count in sorted({entry["skipped"] for entry in entries}):
-        for kind in KINDS:
-            mine = [entry for entry in entries if entry["skipped"] == count and entry["kind"] == kind]
-            rate, interval = over_prompts([(e["prompt"], e["num_right"], e["num"]) for e in mine])
-            near, near_interval = over_prompts([(e["prompt"], e["cosine"] * e["num"], e["num"]) for e in mine])
-            yield {"skipped": count, "kind": kind, "agreement": rate, "interval": interval, "cosine": near,
-                   "cosine_interval": near_interval}
