@@ -20,8 +20,9 @@ from pipespec_model.spec import Handshake, LinkSpec, PipelineSpec, StageSpec, St
 
 from .models import model_names, stages_of
 
-PIPELINED_LOOKAHEADS = (0, 1, 2, 4, 8)
-SYNCHRONOUS_LOOKAHEADS = (1, 2, 3, 4, 6, 8)
+PIPELINED_LOOKAHEADS = ((0, 1, 2, 4, 8), (0, 2, 6))
+SYNCHRONOUS_LOOKAHEADS = ((1, 2, 3, 4, 6, 8), (1, 3, 6))
+"""Tried on each link: of up to two, and of more links, whose number of combinations grows with the power."""
 MOST_STAGES = 5
 
 
@@ -205,7 +206,7 @@ class Catalogue:
         if devices > self.limits.devices or any(site.shards not in (1, sites[-1].shards) for site in sites):
             return
         stages = _placed(sites, shared=shared)
-        for ahead in itertools.product(SYNCHRONOUS_LOOKAHEADS, repeat=len(sites) - 1):
+        for ahead in _lookaheads(SYNCHRONOUS_LOOKAHEADS, len(sites) - 1):
             yield self._made(stages, ahead, sites, devices, "speculative", "overlapped")
 
     def _pipelined(self, sites: tuple[Site, ...]) -> Iterator[Candidate]:
@@ -214,7 +215,7 @@ class Catalogue:
             return
         stages = _placed(sites, shared=False)
         for handshake in self.limits.handshakes:
-            for ahead in itertools.product(PIPELINED_LOOKAHEADS, repeat=len(sites) - 1):
+            for ahead in _lookaheads(PIPELINED_LOOKAHEADS, len(sites) - 1):
                 yield self._made(stages, ahead, sites, devices, "pipelined", handshake)
 
     def _made(self, stages: tuple[StageSpec, ...], ahead: tuple[int, ...], sites: tuple[Site, ...], devices: int,
@@ -224,6 +225,10 @@ class Catalogue:
         for stage, site in zip(stages, sites, strict=True):
             self.profile.latency.setdefault(stage.time_key, self.profile.latency[site.stage.time_key])
         return Candidate(pipeline, devices, tuple(site.shards for site in sites))
+
+
+def _lookaheads(tried: tuple[tuple[int, ...], tuple[int, ...]], links: int) -> Iterator[tuple[int, ...]]:
+    return itertools.product(tried[links > 2], repeat=links)
 
 
 def _accelerator(stage: StageSpec) -> bool:
