@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from .errors import InputError
 from .profile import Profile, pairs
-from .renewal import NS, seconds_of, survival_rates
+from .renewal import NS, seconds_of, survival_rates, times_of
 from .spec import PipelineSpec
 from .walks import MOST_TOKENS, draw, throughput
 
-NUM_PATHS = 48
-NUM_TOKENS = 128  # of a path; beyond them its mean pace
+NUM_PATHS = 24
+NUM_ASTRAY = 8  # of those beyond a wrong token
+NUM_TOKENS = 64  # of a path; beyond them its mean pace
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def decomposed(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) ->
     for i in range(len(pipeline.links) - 1):
         link = _link(pipeline, profile, i, context)
         astray = replace(link, rates=np.array([profile.neighbour_rate]))
-        on_path, off_path = _drawn(on_path, off_path, link, rng), _drawn(off_path, off_path, astray, rng)
+        on_path, off_path = (_drawn(on_path, off_path, link, rng.random((NUM_PATHS, 2 * NUM_TOKENS))),
+                             _drawn(off_path, off_path, astray, rng.random((NUM_ASTRAY, 2 * NUM_TOKENS))))
     last = _link(pipeline, profile, len(pipeline.links) - 1, context)
     tokens, ns, steps = throughput(_seen(on_path, off_path), last.costs, last.verify, last.lookahead, last.room,
                                    last.rates)
@@ -107,10 +109,10 @@ def _link(pipeline: PipelineSpec, profile: Profile, i: int, context: int) -> _Li
     window = min(link.max_window, room)
     if b is not pipeline.target:
         window = min(window, pipeline.links[i + 1].buffer_tokens - 1)
-    seconds = [seconds_of(pipeline, profile, b, w + 1, context) for w in range(window + 1)]
+    seconds = times_of(pipeline, profile, b, range(1, window + 2), context)
     return _Link(
         costs=NS * np.array([before.handover_s, after.handover_s, before.rollback_s, before.turnaround_s]),
-        turnaround=NS * after.turnaround_s, verify=NS * (after.turnaround_s + np.array(seconds)),
+        turnaround=NS * after.turnaround_s, verify=NS * (after.turnaround_s + seconds),
         lookahead=link.lookahead, room=room, rates=survival_rates(profile.pair(a, b)))
 
 
@@ -118,11 +120,11 @@ def _seen(drafter: _Paths, off_path: _Paths) -> tuple[NDArray, ...]:
     return drafter.end_ns, drafter.step_ns, drafter.refused, off_path.end_ns, off_path.step_ns
 
 
-def _drawn(drafter: _Paths, off_path: _Paths, link: _Link, rng: np.random.Generator) -> _Paths:
-    """Paths of drafter and verifier together."""
-    size = (NUM_PATHS, NUM_TOKENS)
+def _drawn(drafter: _Paths, off_path: _Paths, link: _Link, numbers: NDArray[np.float64]) -> _Paths:
+    """Paths of drafter and verifier together, as many as rows of random ``numbers``."""
+    size = (len(numbers), NUM_TOKENS)
     made = _Paths(np.zeros(size), np.zeros(size), np.zeros(size, dtype=np.bool_))
-    draws = (np.argsort(rng.random((NUM_PATHS, 2 * NUM_TOKENS)), axis=0) + 0.5) / NUM_PATHS
+    draws = (np.argsort(numbers, axis=0) + 0.5) / len(numbers)
     draw(_seen(drafter, off_path), link.costs, link.turnaround, link.verify, link.lookahead, link.room, link.rates,
          draws, made.end_ns, made.step_ns, made.refused)
     return replace(made, end_ns=made.end_ns - link.turnaround)

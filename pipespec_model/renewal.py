@@ -161,7 +161,7 @@ def renewal(pipeline: PipelineSpec, profile: Profile, *, context: int = 0, sprea
     (drafter, target, link), = pairs(pipeline)
     return two_stages(
         draft_s=seconds_of(pipeline, profile, drafter, 1, context),
-        verify_s=np.array([seconds_of(pipeline, profile, target, w + 1, context) for w in range(link.max_window + 1)]),
+        verify_s=times_of(pipeline, profile, target, range(1, link.max_window + 2), context),
         acceptance=profile.pair(drafter, target), lookahead=link.lookahead, buffer_tokens=link.buffer_tokens,
         blocking=pipeline.handshake == "blocking", drafter_costs=profile.stage_costs(drafter, "pipelined"),
         target_costs=profile.stage_costs(target, "pipelined"),
@@ -176,12 +176,18 @@ def spread_of(model: LatencyModel, width: int, context: int) -> tuple[float, ...
 
 
 def seconds_of(pipeline: PipelineSpec, profile: Profile, stage: StageSpec, width: int, context: int) -> float:
-    """Mean time of a stage's step in a pipeline: disturbed as in calibration, beside the others or, in a chain, the
-    first after another one's."""
+    """Mean time of a stage's step in a pipeline: disturbed as in calibration, beside or after the others."""
+    return float(times_of(pipeline, profile, stage, (width,), context)[0])
+
+
+def times_of(pipeline: PipelineSpec, profile: Profile, stage: StageSpec, widths: Sequence[int],
+             context: int) -> NDArray[np.float64]:
+    """``seconds_of`` for several widths."""
     key = profile.rate_key(stage)
     rate = 1.0
     if pipeline.strategy == "pipelined":
         rate = profile.rates(frozenset(profile.rate_key(other) for other in pipeline.stages))[key]
     elif pipeline.strategy == "speculative":
         rate = profile.turn_rate(pipeline.stages, stage)
-    return profile.stage_latency(stage).step.mean_s(width, context) * profile.slowness_at(stage, None) / rate
+    model, slower = profile.stage_latency(stage).step, profile.slowness_at(stage, None) / rate
+    return np.array([model.mean_s(width, context) for width in widths]) * slower

@@ -9,36 +9,39 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .phases import NEGLIGIBLE
 from .survival import compare, pass_by
 
-NUM_PHASES = 12
-MOST_TOKENS = 1024  # of a walk without a refusal; then it is taken for ended
+NUM_PHASES = 6
+PATHS_A_PHASE = 8  # each phase takes others: together they are all
+NEGLIGIBLE = 1e-3  # probability that a walk is still going on; then it is taken for ended
+MOST_TOKENS = 1024  # of a walk without a refusal; then likewise
 
 
 @njit(cache=True)
-def _next(line, steps, refused, astray, astray_steps, made, wrong):
+def _next(paths, number, made, wrong):
     """Time from the drafter's token before to number ``made``, and of its step; astray after token ``wrong``."""
-    most = len(line)
+    line, steps, refused, astray, astray_steps = paths
+    most = line.shape[1]
     # Astray after a refusal of its own it begins anew; else its next token comes as it would have.
-    if made > wrong + 1 or (made > wrong and wrong < most and refused[wrong]):
+    if made > wrong + 1 or (made > wrong and wrong < most and refused[number, wrong]):
         made -= wrong + 1
+        number %= len(astray)
         line, steps = astray, astray_steps
     if made >= most:
-        return line[-1] / most, steps[-1]
-    return (line[made] - line[made - 1] if made else line[0]), steps[made]
+        return line[number, most - 1] / most, steps[number, most - 1]
+    return line[number, made] - (line[number, made - 1] if made else 0.0), steps[number, made]
 
 
 @njit(cache=True)
-def _coming(own, off, state, wrong):
+def _coming(paths, number, state, wrong):
     """The drafter's next token: when it is made, when it would be had there always been room, its step's duration.
 
-    own, off : a path (end_ns, step_ns, refused), and one that is astray; state : as in _verification
+    number : of its path; state : as in _verification
     """
-    line, steps, refused = own
     made_at, paced, made, _, full = state
-    gap, step = _next(line, steps, refused, off[0], off[1], made, wrong)
-    if made > wrong or (0 < made <= len(line) and refused[made - 1]):
+    refused = paths[2]
+    gap, step = _next(paths, number, made, wrong)
+    if made > wrong or (0 < made <= refused.shape[1] and refused[number, made - 1]):
         paced = max(paced, made_at)  # what was there when it had no room went into one step
     return max(paced + gap, made_at + step * full), paced + gap, step
 
@@ -51,16 +54,13 @@ def _verification(paths, number, wrong, state, ready, held, known, costs, verify
         began; position of its next; whether it waits for room
     costs : hand-over to the drafter and to the verifier, the drafter's rollback and turnaround
     """
-    ends, steps, refused, astray, astray_steps = paths
-    own = (ends[number], steps[number], refused[number])
-    off = (astray[number % len(astray)], astray_steps[number % len(astray)])
     to_drafter, to_verifier = costs[0], costs[1]
     made_at, paced, made, drafted, full = state
     begin = ready
     if 0 < lookahead <= drafted - held:  # made, perhaps on its way
         begin = max(begin, arrive[held + lookahead - 1])
     while drafted - known < buffer:
-        at, ahead, _ = _coming(own, off, (made_at, paced, made, drafted, full), wrong)
+        at, ahead, _ = _coming(paths, number, (made_at, paced, made, drafted, full), wrong)
         if at + to_verifier > begin and drafted - held >= lookahead:
             break
         made_at, paced, full = at, ahead, False
@@ -76,7 +76,7 @@ def _verification(paths, number, wrong, state, ready, held, known, costs, verify
     heard = end + to_drafter
     left = 0.0  # of the step in which the drafter is when it can hear
     while drafted - known < buffer and made_at < heard:
-        at, ahead, step = _coming(own, off, (made_at, paced, made, drafted, full), wrong)
+        at, ahead, step = _coming(paths, number, (made_at, paced, made, drafted, full), wrong)
         if at - step * 1.000001 > heard:
             break  # it waits, and hears at once
         made_at, paced, full = at, ahead, False
@@ -87,7 +87,7 @@ def _verification(paths, number, wrong, state, ready, held, known, costs, verify
             left = at - heard + costs[3]
     if drafted - known >= buffer and made_at <= heard:
         made_at, full = heard, True
-        if len(ends) == 1:
+        if len(paths[0]) == 1:
             paced = heard  # those before it, if there are any, went on
     return window, end, left, (made_at, paced, made, drafted, full)
 
@@ -101,9 +101,9 @@ def _adopt(paths, number, state, held, heard, agrees):
     made_at, paced, made, _, full = state
     if len(paths[0]) == 1 or full:
         return number, (made_at, paced, made, held, full)
-    if agrees and made < len(paths[0][number]) and not paths[2][number, made]:
+    if agrees and made < paths[0].shape[1] and not paths[2][number, made]:
         # It has this token already, in what it is about to verify.
-        gap, _ = _next(paths[0][number], paths[1][number], paths[2][number], paths[3][0], paths[4][0], made, 1 << 30)
+        gap, _ = _next(paths, number, made, 1 << 30)
         return number, (max(made_at, paced + gap), paced + gap, made + 1, held, False)
     begins = max(heard, made_at)
     return (number + 1) % len(paths[0]), (begins, begins, 0, held, False)
@@ -192,7 +192,8 @@ def _walk(paths, number, phase, costs, verify, lookahead, buffer, rates, weight,
         position = held
         # Where is the first draft that it refuses?  Those after it may have come at another pace.
         while position <= held + max(window, lookahead):
-            other[held:state[3]] = arrive[held:state[3]]
+            for i in range(held, state[3]):
+                other[i] = arrive[i]
             its_window, its_end, its_left, its_after = _verification(
                 paths, number, state[2] + position - state[3], state, ready, held, known, costs, verify, lookahead,
                 buffer, other)
@@ -223,9 +224,11 @@ def throughput(paths, costs, verify, lookahead, buffer, rates):
     number = len(paths[0])
     kernel = np.zeros((NUM_PHASES, NUM_PHASES))
     ended = np.zeros((NUM_PHASES, 3))
+    taken = min(number, PATHS_A_PHASE)
     for i in range(NUM_PHASES):
-        for path in range(number):
-            _walk(paths, path, span * i / (NUM_PHASES - 1), costs, verify, lookahead, buffer, rates, 1.0 / number, span,
+        for j in range(taken):
+            path = (i + j * number // taken) % number
+            _walk(paths, path, span * i / (NUM_PHASES - 1), costs, verify, lookahead, buffer, rates, 1.0 / taken, span,
                   ended[i], kernel[i])
     weight = np.full(NUM_PHASES, 1.0 / NUM_PHASES)
     for _ in range(200):
