@@ -45,7 +45,23 @@ class Bounds:
 
 
 def bounds(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) -> Bounds:
-    """Raises InputError for anything but pipelined models."""
+    """Proved bounds of a pipeline; raises InputError for anything but pipelined models.
+
+    context : cache length at which step times are taken
+
+    >>> from pipespec_model.acceptance import IID
+    >>> from pipespec_model.latency import Constant
+    >>> from pipespec_model.profile import StageLatency
+    >>> names = ("1B", "8B", "70B")
+    >>> spec = PipelineSpec.from_dict({"strategy": "pipelined", "links": [{}, {}],
+    ...                                "stages": [{"name": name, "model": name} for name in names]})
+    >>> times = dict(zip(names, (0.01, 0.02, 0.1)))
+    >>> known = Profile({name: StageLatency(Constant(seconds)) for name, seconds in times.items()},
+    ...                 acceptance={"1B>8B": IID(0.8), "8B>70B": IID(0.85)})
+    >>> said = bounds(spec, known)
+    >>> round(said.lower, 1), round(said.upper, 1)
+    (10.0, 62.5)
+    """
     if pipeline.strategy != "pipelined" or any(stage.drafter != "model" for stage in pipeline.stages):
         raise InputError(pipeline.label, "must be pipelined models for bounds")
     pipeline.require_lookaheads()

@@ -27,8 +27,8 @@ from .renewal import NS, seconds_of, survival_rates, times_of
 from .spec import PipelineSpec
 from .walks import MOST_TOKENS, draw, throughput
 
-NUM_PATHS = 24
-NUM_ASTRAY = 8  # of those beyond a wrong token
+NUM_PATHS = 20
+NUM_ASTRAY = 6  # of those beyond a wrong token
 NUM_TOKENS = 64  # of a path; beyond them its mean pace
 
 
@@ -78,6 +78,18 @@ def decomposed(pipeline: PipelineSpec, profile: Profile, *, context: int = 0) ->
     """Throughput of a pipelined chain of models; raises InputError naming what is outside the range.
 
     context : cache length at which step times are taken
+
+    >>> from pipespec_model.acceptance import IID
+    >>> from pipespec_model.latency import Constant
+    >>> from pipespec_model.profile import StageLatency
+    >>> names = ("1B", "8B", "70B")
+    >>> spec = PipelineSpec.from_dict({"strategy": "pipelined", "links": [{}, {}],
+    ...                                "stages": [{"name": name, "model": name} for name in names]})
+    >>> times = dict(zip(names, (0.01, 0.02, 0.1)))
+    >>> known = Profile({name: StageLatency(Constant(seconds)) for name, seconds in times.items()},
+    ...                 acceptance={"1B>8B": IID(0.8), "8B>70B": IID(0.85)})
+    >>> 30 < decomposed(spec, known).tokens_per_s < 50  # 10 by the target alone
+    True
     """
     if pipeline.strategy != "pipelined" or any(stage.drafter != "model" for stage in pipeline.stages):
         raise InputError(pipeline.label, "must be pipelined models")
