@@ -1,4 +1,4 @@
-"""The random pipelines of scripts/decomposition_errors.py, for tests."""
+"""The project's scripts as modules, for tests; by default the one with random pipelines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "decomposition_errors.py"
+FOLDER = Path(__file__).parents[1] / "scripts"
 
 
-def script() -> ModuleType:
-    if SCRIPT.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+def script(name: str = "decomposition_errors") -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[SCRIPT.stem] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
-    return sys.modules[SCRIPT.stem]
+    return sys.modules[name]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import drawn_pipelines
 import numpy as np
 import pytest
 
@@ -18,18 +16,10 @@ from pipespec_model.errors import InputError
 from pipespec_model.profile import Costs
 from pipespec_model.renewal import factors, renewal, two_stages
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "renewal_errors.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("renewal_errors", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["renewal_errors"] = module
-    spec.loader.exec_module(module)
-    return module
+    return drawn_pipelines.script("renewal_errors")
 
 
 def made(rate: float = 0.8, *, draft_s: float = 0.012, wide: float = 1.0, window: int = 8, **options: Any) -> Any:

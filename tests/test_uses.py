@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import sys
+from pathlib import Path
 
 import pytest
+from drawn_pipelines import script
 
 from pipespec_model import uses
 from pipespec_model.closed_form import synchronous_tokens_per_s
@@ -49,3 +52,17 @@ def test_more_target_devices_leave_less_for_one_more():
     assert one.synchronous > two.synchronous > four.synchronous
     assert one.pipelined == two.pipelined == four.pipelined
     assert (one.best, four.best) == ("synchronous", "pipelined")
+
+
+def test_the_figure_is_drawn_from_the_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture):
+    """On a coarse grid: shares of a panel add up, the pipeline's grows with the target's devices, a file is written."""
+    monkeypatch.setattr(sys, "argv", ["regions", "--points", "6", "--figure", str(tmp_path / "regions.svg")])
+    script("regions").main()
+    lines = capsys.readouterr().out.splitlines()
+    shares = [[int(part.split()[1].rstrip("%")) for part in line.split(": ")[1].split(" of ")[0].split(", ")]
+              for line in lines]
+    assert len(shares) == 6
+    assert all(abs(sum(row) - 100) <= 2 for row in shares)
+    assert shares[0][2] <= shares[1][2] <= shares[2][2]
+    assert (tmp_path / "regions.svg").stat().st_size > 10_000
