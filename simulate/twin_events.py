@@ -58,12 +58,25 @@ def run_prompt(w: World, logging: bool) -> None:
         w.now = due
         if sender >= 0:
             arrive(w, best, sender, logging)
-        elif stage_at(w.stages, best).mode == COMPUTING:
-            ring(w, best)
-        elif stage_at(w.stages, best).mode == ENDED:
+            continue
+        mode = stage_at(w.stages, best).mode
+        if mode == ENDED:
             break
-        else:
-            resume(w, best, logging)
+        if mode == COMPUTING:
+            ring(w, best)
+            if not goes_first(w, best):
+                continue
+        resume(w, best, logging)
+
+
+@compiled
+def goes_first(w: World, i: int) -> bool:
+    """Whether nothing stands between a step's end and what its process does then."""
+    first = True
+    for j in range(w.num_stages):
+        s = stage_at(w.stages, j)
+        first = first and (j == i or s.due != w.now or s.priority != ON_RESUME)
+    return first
 
 
 @compiled
@@ -143,6 +156,13 @@ def resume(w: World, i: int, logging: bool) -> None:
 @compiled
 def work_ns(w: World, i: int) -> int:
     s, spec = stage_at(w.stages, i), spec_at(w.specs, i)
+    after_another = w.computed_last >= 0 and w.computed_last != i
+    if not spec.block:
+        w.computed_last = i
+    usual = s.kind != PREFILL and not (s.step_rolled_back and spec.rollback_s > 0)
+    if usual and s.usual_ns >= 0 and not (w.chain and after_another):
+        s.num_steps += 1
+        return s.usual_ns
     width = s.num_proposed if spec.block else s.width
     place = spec.prefill if s.kind == PREFILL else spec.step
     draw = 0.0
@@ -150,10 +170,7 @@ def work_ns(w: World, i: int) -> int:
         draw = unit(drawn(w, i, STEP_TIME, s.num_steps))
     s.num_steps += 1
     seconds = step_seconds(w.numbers, place, width, s.context, draw)
-    after_another = w.computed_last >= 0 and w.computed_last != i
     seconds *= number_at(w.slowness, i) / (spec.turn_rate if after_another else 1.0)
-    if not spec.block:
-        w.computed_last = i
     return to_ns(seconds + (spec.rollback_s if s.step_rolled_back else 0.0))
 
 

@@ -55,7 +55,7 @@ STAGE = _record(
     # the step that runs
     "kind position window limit width context step_rolled_back num_proposed "
     # the process: what it waits for, and that event's place in the order of events
-    "mode due priority order ready num_steps busy_ns started_ns " + " ".join(COUNTERS),
+    "mode due priority order ready num_steps busy_ns started_ns usual_ns " + " ".join(COUNTERS),
     "work_left rate")
 
 MESSAGE = _record("due order epoch serial start end path flag extra")

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import from_dtype, njit, types
 from numba.extending import intrinsic
 
-compiled = njit(error_model="numpy")
-"""Every function inside the engine; only its entry is kept on disk."""
+compiled = njit(error_model="numpy", forceinline=True)
+"""Every function inside the engine, built into its entry, which alone is kept on disk."""
 
 
 def records_at(record: np.dtype[Any]) -> Any:

@@ -33,7 +33,8 @@ from .twin_layout import (
     stage_at,
 )
 from .twin_memory import compiled, integer_at
-from .twin_pair import BY_EVENTS, run_short, way_of
+from .twin_pair import BY_EVENTS, constant_ns, run_short, way_of
+from .twin_time import is_constant
 from .twin_tokens import PURPOSES, fill_words
 
 STAGE_WORDS = STAGE.itemsize // 8
@@ -145,6 +146,8 @@ def begin(w: Any, t: Tables, x: Scratch, number: int) -> None:
         s.has_turn = i == 0 or not plan.chain
         s.length_down = plan.blocking != 0 and plan.chain == 0
         s.done = prompt.budget <= 0
+        constant = is_constant(w.numbers, spec_at(w.specs, i).step)
+        s.usual_ns = constant_ns(w, i, False, False) if constant else -1
         s.mode, s.due, s.ready, s.priority, s.order = READY, start_ns, start_ns, 1, i
 
 
