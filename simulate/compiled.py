@@ -114,12 +114,11 @@ def event_log(pipeline: PipelineSpec, profile: Profile, agreement: Agreement | i
     agreement : to replay, or the number of tokens of a made-up prompt
     """
     encoder = Encoder(spread)
-    number = prompt + 1
-    prompts: int | list[Agreement] = number if isinstance(agreement, int) else [agreement] * number
-    encoder.add(pipeline, profile, seeds=(seed,), prompts=prompts,
-                num_tokens=agreement if isinstance(agreement, int) else 0)
+    if isinstance(agreement, int):
+        encoder.add(pipeline, profile, seeds=(seed,), prompts=1, num_tokens=agreement, first_number=prompt)
+    else:
+        encoder.add(pipeline, profile, seeds=(seed,), prompts=[agreement], first_number=prompt)
     tables = encoder.tables()
-    tables = tables._replace(case=tables.case[prompt : prompt + 1])
     outcome, log = _outcome(tables, log_events=1024)
     events = [(time, stage, EVENTS[what], position)
               for time, stage, what, position in log[: outcome.figures[0, 4]].tolist()]

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipespec_model.acceptance import IID, AcceptanceModel, Hazard, Markov, Recorded
 from pipespec_model.agreement import Agreement, Replay
-from pipespec_model.profile import Profile, pairs, recorded
+from pipespec_model.profile import Profile, pairs
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.uniforms import MACHINE, uniform
 
@@ -61,26 +61,34 @@ class Encoder:
     num_rows: int = 0
 
     def add(self, pipeline: PipelineSpec, profile: Profile, *, seeds: Sequence[int], prompts: Sequence[Agreement] | int,
-            num_tokens: int) -> None:
-        """For each seed, each prompt: those to replay, or as many as that made up of ``num_tokens`` tokens."""
+            num_tokens: int = 0, first_number: int = 0) -> None:
+        """For each seed, each prompt.
+
+        prompts : to replay, or how many are made up of ``num_tokens`` tokens
+        first_number : of the first prompt; with the seed it chooses its luck
+        """
         plan = len(self.plans)
         made_up = isinstance(prompts, int)
+        count = prompts if isinstance(prompts, int) else len(prompts)
         self._plan(pipeline, profile, made_up)
-        first = len(self.prompts)
+        places = range(len(self.prompts), len(self.prompts) + count)
         if isinstance(prompts, int):
+            places = range(places.start, places.start + 1)
             self.prompts.append((1, num_tokens, num_tokens, -1, 0, 0, 1.0 if num_tokens > 1 else 0.0))
         else:
             for agreement in prompts:
                 self._prompt(agreement)
         slow = any(profile.slowness_of(stage) != (1.0,) for stage in pipeline.stages)
         for seed in seeds:
-            for number in range(prompts if isinstance(prompts, int) else len(prompts)):
-                place = -1
-                if slow:
-                    place = len(self.numbers)
-                    draw = uniform(seed, number, 0, MACHINE) if self.spread else None
-                    self.numbers += [profile.slowness_at(stage, draw) for stage in pipeline.stages]
-                self.cases.append((plan, first if made_up else first + number, seed, number, place))
+            for i, number in enumerate(range(first_number, first_number + count)):
+                slowness = self._slowness(pipeline, profile, seed, number) if slow else -1
+                self.cases.append((plan, places[0 if made_up else i], seed, number, slowness))
+
+    def _slowness(self, pipeline: PipelineSpec, profile: Profile, seed: int, number: int) -> int:
+        place = len(self.numbers)
+        draw = uniform(seed, number, 0, MACHINE) if self.spread else None
+        self.numbers += [profile.slowness_at(stage, draw) for stage in pipeline.stages]
+        return place
 
     def _plan(self, pipeline: PipelineSpec, profile: Profile, made_up: bool) -> None:
         stages, links, chain = pipeline.stages, pipeline.links, pipeline.strategy == "speculative"
@@ -116,7 +124,7 @@ class Encoder:
         self.prompts.append((agreement.prompt_length, agreement.budget, agreement.num_tokens, self.num_rows,
                              len(self.eos), len(agreement.eos), Replay(agreement).goes_on_rate(0)))
         self.eos += agreement.eos
-        self.rows.append(agreement.tokens.ravel())
+        self.rows.append(np.asarray(agreement.tokens, np.int64).ravel())
         self.num_rows += agreement.tokens.size
 
     def tables(self) -> Tables:
@@ -151,8 +159,3 @@ def _rates(pipeline: PipelineSpec, profile: Profile) -> list[float]:
         rates = profile.rates(frozenset(computing)) if computing else {}
         out += [rates[key] if number >> i & 1 else 1.0 for i, key in enumerate(keys)]
     return out
-
-
-def prompts_of(pipeline: PipelineSpec, profile: Profile, num_prompts: int) -> Sequence[Agreement] | int:
-    """Recorded prompts where the profile has them, else as many made-up ones."""
-    return recorded(profile, pipeline) or num_prompts

@@ -32,7 +32,8 @@ from .twin_layout import (
     stage_at,
 )
 from .twin_memory import compiled, number_at, put_integer
-from .twin_stage import finish, next_step, propose_ahead, receive, reconcile, slot_of, tell_upstream
+from .twin_messages import receive, reconcile, slot_of, tell_upstream
+from .twin_stage import finish, next_step, propose_ahead
 from .twin_time import is_constant, step_seconds, to_ns
 from .twin_tokens import STEP_TIME, drawn, unit
 

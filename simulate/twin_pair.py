@@ -209,7 +209,6 @@ def run_pair(w: World) -> None:
             drafting = more < room
             if held >= budget - 1:
                 # Its last message says so, and replaces the one of its last step.
-                old = 0 if more <= 0 else old
                 end, end_path, start, is_final = held, path, known, True
             messages += came
         refused = False

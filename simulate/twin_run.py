@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipespec_model import agreement, messages, uniforms
 
-from . import twin_events, twin_layout, twin_memory, twin_pair, twin_stage, twin_time, twin_tokens
+from . import twin_events, twin_layout, twin_memory, twin_messages, twin_pair, twin_stage, twin_time, twin_tokens
 from .twin_events import run_prompt, settle
 from .twin_layout import (
     CASE,
@@ -180,8 +180,8 @@ def book(w: Any, number: int, out: Outcome) -> None:
 def engine() -> Any:
     """The entry ``(tables, scratch, numbers of cases, outcome, log, shortcuts)``: compiled at its first call, or
     loaded.  With a log there must be no shortcuts."""
-    sources = _digest([twin_layout, twin_memory, twin_tokens, twin_time, twin_stage, twin_events, twin_pair, agreement,
-                       messages, uniforms])
+    sources = digest_of([twin_layout, twin_memory, twin_tokens, twin_time, twin_messages, twin_stage, twin_events,
+                         twin_pair, agreement, messages, uniforms])
 
     def run_numbered(t: Tables, x: Scratch, chosen: Any, out: Outcome, log: Any, shortcuts: bool) -> int:
         w = x.world[0]
@@ -200,7 +200,7 @@ def engine() -> Any:
     return njit(run_numbered, cache=True, nogil=True, error_model="numpy")
 
 
-def _digest(modules: list[ModuleType]) -> int:
+def digest_of(modules: list[ModuleType]) -> int:
     """Of what is compiled in: numba's own check sees the entry's file alone, but a closure's values too."""
     text = b"".join(Path(module.__file__ or "").read_bytes() for module in modules)
     return int.from_bytes(hashlib.sha256(text).digest()[:6], "big") | 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from pipespec_model.acceptance import IID
 from pipespec_model.latency import Affine, Constant, LatencyModel
 from pipespec_model.profile import Costs, Profile, StageLatency
 from pipespec_model.spec import PipelineSpec
-from simulate import compiled
+from simulate import compiled, twin_run
 from simulate.compiled import covers, encode, event_log, run_cases, run_totals
 from simulate.engine import PromptRun
 from simulate.run import agreements_for
@@ -160,3 +163,28 @@ def test_memory_is_constant_in_the_number_of_tokens(monkeypatch: pytest.MonkeyPa
     for num_tokens in (3000, 30000):
         assert run_totals(spec, profile, num_prompts=1, num_tokens=num_tokens).num_tokens == [num_tokens]
     assert sizes == [64, 64]
+
+
+def test_a_kept_engine_knows_its_sources(tmp_path: Path):
+    """A change in any file that is compiled in, not the entry's alone, makes it another engine."""
+    modules = []
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text("x = 1\n")
+        modules.append(ModuleType(name))
+        modules[-1].__file__ = str(tmp_path / f"{name}.py")
+    before = twin_run.digest_of(modules)
+    assert twin_run.digest_of(modules) == before
+    (tmp_path / "second.py").write_text("x = 2\n")
+    assert twin_run.digest_of(modules) != before
+
+
+def test_threads_do_not_meet():
+    """Four threads that run different cases at once give what each gives alone."""
+    spec = PipelineSpec.from_dict({"stages": [{"name": name, "model": name} for name in "abc"]})
+    profile = Profile({name: StageLatency(Affine(0.001, 0.001, 0.001)) for name in "abc"},
+                      {"a>b": IID(0.7), "b>c": IID(0.9)})
+    made = [encode(spec, profile, num_prompts=3, num_tokens=300, seeds=(seed,)) for seed in range(8)]
+    alone = [run_cases(item) for item in made]
+    with ThreadPoolExecutor(4) as pool:
+        for found, expected in zip(pool.map(run_cases, made), alone, strict=True):
+            assert_same(found, expected)
