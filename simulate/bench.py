@@ -144,12 +144,20 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="simulated a second, median of five runs on one core")
-    table.add_column("case")
-    for name in ("SimPy tokens", "compiled tokens", "ratio", "SimPy events", "compiled events"):
+    table = Table(title=f"simulated a second, median of {NUM_RUNS} runs on one core")
+    table.add_column("case", no_wrap=True)
+    for name in ("tokens, SimPy", "compiled", "ratio", "events, SimPy", "compiled"):
         table.add_column(name, justify="right")
     for slow, fast in zip(rows[::2], rows[1::2], strict=True):
-        table.add_row(slow["case"], f"{slow['tokens_per_s']:,.0f}", f"{fast['tokens_per_s']:,.0f}",
-                      f"{fast['tokens_per_s'] / slow['tokens_per_s']:,.0f}×", f"{slow['events_per_s']:,.0f}",
-                      f"{fast['events_per_s']:,.0f}")
+        table.add_row(slow["case"], *(_short(row["tokens_per_s"]) for row in (slow, fast)),
+                      f"{fast['tokens_per_s'] / slow['tokens_per_s']:,.0f}×",
+                      *(_short(row["events_per_s"]) for row in (slow, fast)))
     Console().print(table)
+
+
+def _short(count: float) -> str:
+    """Three digits and a prefix: ``82.4 M``."""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g} {prefix}"
+    return f"{count:.3g}"
