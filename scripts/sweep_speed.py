@@ -79,7 +79,7 @@ def draw(out: dict[str, Any], path: Path) -> None:
 
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sweep-speed", "font.size": 11}):
         figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
-        for axes, name, title in zip(panels, ("points", "tokens"), ("1,000 tokens a text", "1,000 points"), strict=True):
+        for axes, name, title in ((panels[0], "points", "1,000 tokens a text"), (panels[1], "tokens", "1,000 points")):
             x, y = np.array(out[name]).T
             slope, start = np.polyfit(x, y, 1)
             axes.plot(x, start + slope * x, color="#999999", linewidth=1, label=f"{1e6 * slope:.3g} µs each")
