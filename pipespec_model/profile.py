@@ -18,7 +18,7 @@ import numpy as np
 from .acceptance import IID, AcceptanceModel, acceptance_from_dict
 from .agreement import Agreement
 from .errors import InputError
-from .latency import LatencyModel, latency_from_dict, non_negative
+from .latency import LatencyModel, Roofline, Scaled, latency_from_dict, non_negative
 from .spec import LinkSpec, PipelineSpec, StageSpec, Strategy, read_document
 
 PROFILE_VERSION = 1
@@ -183,6 +183,11 @@ class Profile:
             return float(np.mean(quantiles))
         return float(np.interp(draw * (len(quantiles) - 1), np.arange(len(quantiles)), quantiles))
 
+    @property
+    def estimated(self) -> list[str]:
+        """Keys of step times that nobody has measured: from a data sheet."""
+        return [key for key, value in self.latency.items() if _is_estimate(value.step)]
+
     def check(self) -> None:
         """Raise InputError naming a field that is out of range."""
         if not 0 <= self.neighbour_rate <= 1:
@@ -242,6 +247,10 @@ class Profile:
             raise InputError(where, str(error)) from None
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise InputError(where, f"cannot be read ({error!r})") from None
+
+
+def _is_estimate(model: LatencyModel) -> bool:
+    return isinstance(model, Roofline) or (isinstance(model, Scaled) and _is_estimate(model.model))
 
 
 def costs_key(strategy: Strategy, time_key: str) -> str:

@@ -111,9 +111,10 @@ class Estimate:
         }
 
 
-def with_estimate(known: Profile | None, name: str, made: Estimate) -> Profile:
-    """A profile with one more stage, ``name``, whose times are estimated; acceptance stays what it was.
+def with_estimate(known: Profile | None, name: str, made: Estimate, *, context: int = 8192) -> Profile:
+    """A profile with one more stage, ``name``, whose times and memory are estimated; acceptance stays what it was.
 
+    context : tokens that the cache has room for
     Raises InputError where ``known`` has times of that stage.
     """
     if known is not None and name in known.latency:
@@ -122,4 +123,5 @@ def with_estimate(known: Profile | None, name: str, made: Estimate) -> Profile:
     said = f"{name}: ESTIMATE, {made.device.label}, {made.bits:g} bits, {made.runtime.source}"
     return Profile.from_dict({
         **before, "latency": {**before["latency"], name: StageLatency(made.latency).to_dict()},
+        "memory_bytes": {**before.get("memory_bytes", {}), name: made.memory_bytes(context=context)},
         "source": "; ".join(text for text in (before.get("source"), said) if text)})

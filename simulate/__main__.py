@@ -10,7 +10,7 @@ import typer
 
 from pipespec_model.cli import make_folder, print_json, run
 from pipespec_model.errors import InputError
-from pipespec_model.profile import Profile, load_profile, recorded
+from pipespec_model.profile import Profile, recorded
 from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import load_trace, save_trace
 
@@ -19,7 +19,7 @@ from .choose import choose_lookaheads
 from .estimate import estimate_command
 from .figures import figures
 from .plan_command import plan_command
-from .run import agreements_for, replication_prompts, simulate
+from .run import agreements_for, read_profile, replication_prompts, simulate
 from .sweep_command import sweep_command
 from .timeline import save_chrome_trace, save_timeline
 
@@ -42,7 +42,7 @@ def run_command(
     """Throughput, speed-up, acceptance and use of each stage, with 90% intervals over replications."""
     if engine not in ("events", "analytic"):
         raise InputError("--engine", "must be events or analytic", engine)
-    known = load_profile(profile)
+    known = read_profile(profile)
     spec = chosen(load_pipeline(pipeline), known)
     if engine == "analytic":
         _answer(analytic(spec, known, num_tokens), json_)
@@ -102,7 +102,7 @@ def resolve_command(
     out: Annotated[Path, typer.Option(help="file to write")] = Path("pipeline.resolved.yaml"),
 ) -> None:
     """Choose every ``auto`` lookahead by simulation and write the pipeline that ``execute`` can run."""
-    dump_pipeline(chosen(load_pipeline(pipeline), load_profile(profile)), out)
+    dump_pipeline(chosen(load_pipeline(pipeline), read_profile(profile)), out)
     print(out)
 
 
@@ -152,7 +152,7 @@ def trace_command(
     else:
         assert pipeline is not None
         assert profile is not None
-        known = load_profile(profile)
+        known = read_profile(profile)
         spec = chosen(load_pipeline(pipeline), known)
         shown = simulate(spec, known, agreements_for(spec, known, num_prompts=4, num_tokens=128, seed=0))
     make_folder(out)

@@ -28,11 +28,12 @@ def estimate_command(
 ) -> None:
     """ESTIMATE a model's step times and memory from its config; acceptance is yours to give or sweep."""
     made = Estimate(read_shape(config), device(device_), runtime(runtime_), bits)
-    result = made.to_dict(_numbers("--widths", widths, 1), _numbers("--contexts", contexts, 0))
+    longest = _numbers("--contexts", contexts, 0)
+    result = made.to_dict(_numbers("--widths", widths, 1), longest)
     if out is not None:
         known = load_profile(out) if out.exists() else None
         folder = config if config.is_dir() else config.parent
-        save_profile(with_estimate(known, name or folder.resolve().name, made), out)
+        save_profile(with_estimate(known, name or folder.resolve().name, made, context=max(longest)), out)
     if json_:
         print_json(result)
     else:

@@ -10,10 +10,10 @@ import typer
 
 from pipespec_model.cli import make_folder, print_json, progress_bar
 from pipespec_model.fair import SERIAL_SHARE
-from pipespec_model.profile import load_profile
 from pipespec_model.spec import dump_pipeline, load_pipeline
 
 from .plan import Aim, Choice, Effort, Plan, plan
+from .run import read_profile
 
 FIGURES = {"per-device": ("tokens_per_s_per_device", "tokens/s\na device"),
            "energy": ("joules_per_token", "J a\ntoken"), "cost": ("cost_per_million_tokens", "cost of\n10⁶ tokens")}
@@ -44,7 +44,7 @@ def plan_command(
     known = {stage.name: stage for stage in load_pipeline(stages).stages} if stages else {}
     limits = Limits(devices, memory * 1e9 if memory is not None else None, serial_share)
     aim = Aim(objective, idle_watts, busy_watts, price_per_hour)  # type: ignore[arg-type]
-    catalogue = Catalogue(load_profile(profile), limits, known, target)
+    catalogue = Catalogue(read_profile(profile), limits, known, target)
     bar, advance = progress_bar(1.0)
     with bar:
         found = plan(catalogue, aim, doubt=Doubt(acceptance_sd, time_sd),

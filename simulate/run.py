@@ -6,8 +6,10 @@ its acceptance models, as many prompts as asked for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from scipy import stats
@@ -15,7 +17,7 @@ from scipy import stats
 from pipespec_model import metrics
 from pipespec_model.agreement import Agreement, synthetic
 from pipespec_model.errors import InputError
-from pipespec_model.profile import Profile, pairs, recorded
+from pipespec_model.profile import Profile, load_profile, pairs, recorded
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import Trace
 
@@ -72,6 +74,15 @@ def replication_prompts(spec: PipelineSpec, profile: Profile, *, num_prompts: in
     if not recorded(profile, spec):
         return found
     return [found[i] for i in np.random.default_rng(seed).integers(0, len(found), size=len(found))]
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile for a command; says on stderr where its step times were never measured."""
+    profile = load_profile(path)
+    if profile.estimated:
+        print(f"step times of {', '.join(profile.estimated)} are ESTIMATES from data sheets, not measured",
+              file=sys.stderr)
+    return profile
 
 
 def forecast(trace: Trace, profile: Profile, *, num_prompts: int, repeats: int = 1) -> Forecast:

@@ -11,9 +11,9 @@ import typer
 
 from pipespec_model.cli import print_json, progress_bar
 from pipespec_model.errors import InputError
-from pipespec_model.profile import load_profile
 from pipespec_model.spec import load_pipeline
 
+from .run import read_profile
 from .vary import axes_of, parse_vary
 
 LARGE_SHARE = 0.5  # of the free memory
@@ -47,7 +47,7 @@ def sweep_command(
     effort = Effort(engine=engine, num_prompts=num_prompts, num_tokens=num_tokens, replications=replications,
                     half_width=half_width, max_replications=max_replications, seed=seed, predicted=predicted)
     asked = Design(axes_of([parse_vary(text) for text in vary]), design, points, seed)  # type: ignore[arg-type]
-    made = Sweep(load_pipeline(pipeline), load_profile(profile), asked, effort)
+    made = Sweep(load_pipeline(pipeline), read_profile(profile), asked, effort)
     made.changes()
     _confirm(made.bytes_needed, len(asked), yes)
     bar, advance = progress_bar(len(asked))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from sweeps import PROFILE as CHAIN_PROFILE
 from pipespec_model.__main__ import main
 from pipespec_model.acceptance import IID, Hazard, Markov, Recorded
 from pipespec_model.agreement import synthetic
+from pipespec_model.devices import device, runtime
 from pipespec_model.errors import InputError
 from pipespec_model.latency import Affine, Constant
 from pipespec_model.profile import Profile, StageLatency, save_profile
+from pipespec_model.roofline import Estimate, with_estimate
+from pipespec_model.shape import ModelShape
 from pipespec_model.spec import StageSpec, load_pipeline
 from simulate import plan as planning
 from simulate.candidates import Catalogue, Limits
@@ -304,3 +308,20 @@ def test_alone_is_where_the_same_devices_are_measured_from():
     rows = answer(planned(pair(0.0), serial_share=1.0))["ranking"]
     alone = next(row for row in rows if row["strategy"] == "autoregressive" and row["devices"] == 1)
     assert alone["speedup"] == alone["speedup_same_devices"] == 1.0
+
+
+def test_from_data_sheets_to_a_plan(tmp_path, capsys):
+    """Two estimated models and an assumed rate make a plan that minds memory, and every command says what nobody has
+    measured."""
+    shape = ModelShape(80, 8192, 28672, 64, 8, 128, 128256), ModelShape(16, 2048, 8192, 32, 8, 64, 128256, True)
+    profile = None
+    for name, size in zip(("large", "small"), shape, strict=True):
+        profile = with_estimate(profile, name, Estimate(size, device("a100-80gb"), runtime("compiled"), 8.5))
+    save_profile(replace(profile, acceptance={"small>large": IID(0.8)}), tmp_path / "p.json")
+    assert run(str(tmp_path / "p.json"), "--devices", "3", "--memory", "80", "--num-tokens", "40", "--json") == 0
+    out, err = capsys.readouterr()
+    assert "step times of large, small are ESTIMATES from data sheets, not measured" in err
+    # 75 GB of weights and a cache: one device holds them, and the small model beside them does not fit.
+    ways = {(row["strategy"], row["devices"]) for row in json.loads(out)["ranking"]}
+    assert ("autoregressive", 1) in ways
+    assert min(devices for strategy, devices in ways if strategy == "speculative") == 2

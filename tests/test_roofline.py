@@ -148,6 +148,8 @@ def test_an_estimate_survives_the_profile_and_brings_no_acceptance() -> None:
     assert again.stage_latency(small).step == made(LLAMA_1B).latency
     assert again.stage_latency(large).step == made(LLAMA_70B, by="eager", bits=4.5).latency
     assert again.source.count("ESTIMATE") == 2
+    assert again.estimated == ["small", "large"]
+    assert again.memory_bytes["large"] == made(LLAMA_70B, bits=4.5).memory_bytes(context=8192)
     with pytest.raises(InputError, match="acceptance"):
         again.pair(small, large)
     with pytest.raises(InputError, match="must not be there yet"):
