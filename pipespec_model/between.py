@@ -71,12 +71,14 @@ class Between:
 
 
 def undisturbed(costs: Mapping[str, Costs], computing: Profile) -> dict[str, Costs]:
-    """Between the steps of a pipeline others computed: what the same takes alone, by the measured contention."""
+    """What was timed between steps while others computed, or just after they had, as the same takes alone: by the
+    measured contention of a pipeline, and rates of taking turns of a chain."""
     out = dict(costs)
     for key, found in costs.items():
         strategy, _, time_key = key.partition(" ")
-        rates = [entry.rates[time_key] for entry in computing.contention if time_key in entry.rates]
-        if strategy == "pipelined" and rates:
+        entries = {"pipelined": computing.contention, "speculative": computing.turns}.get(strategy, ())
+        rates = [entry.rates[time_key] for entry in entries if time_key in entry.rates]
+        if rates:
             seconds = {f"{kind}_s": getattr(found, f"{kind}_s") * min(rates) for kind in BETWEEN_STEPS}
             out[key] = replace(found, **seconds)
     return out

@@ -85,8 +85,9 @@ def fit(traces: Iterable[Trace], agreement: Sequence[Agreement] = (), source: st
     if any(beside.values()):
         slow = _by_place(traces, beside)
     costs = fit_costs(traces, {key: float(np.median(x)) for key, x in rollbacks.items() if x})
+    computing = replace(computing, turns=_rates(chains, latency, beside))
     return replace(
-        computing, turns=_rates(chains, latency, beside), costs=undisturbed(costs, computing),
+        computing, costs=undisturbed(costs, computing),
         acceptance=_acceptance(agreement), agreement=tuple(agreement),
         slowness=_quantiles(slow), timing_spread=_spread(slow), origin="fitted", source=source,
     )
