@@ -15,6 +15,9 @@ from .spec import PipelineSpec
 from .trace import Trace
 
 
+STALL = 2.0
+
+
 def probed_slowness(trace: Trace, profile: Profile) -> dict[tuple[int, int], float]:
     """By prompt and stage, how many times slower than in ``profile`` the steps beside the prompt were.
 
@@ -29,4 +32,10 @@ def probed_slowness(trace: Trace, profile: Profile) -> dict[tuple[int, int], flo
     for step in trace.probes:
         expected_s = profile.stage_latency(spec.stages[step.stage]).step.mean_s(step.width, step.context)
         ratios[step.prompt, step.stage].append(step.duration_s / expected_s * rates[keys[step.stage]])
-    return {key: float(np.mean(found)) for key, found in ratios.items()}
+    return {key: _without_stalls(found) for key, found in ratios.items()}
+
+
+def _without_stalls(ratios: list[float]) -> float:
+    """The mean, but for steps that took more than ``STALL`` times the median: a step of two threads of which one was
+    put aside for half a second says nothing of the run beside it."""
+    return float(np.mean([ratio for ratio in ratios if ratio <= STALL * np.median(ratios)]))

