@@ -14,7 +14,6 @@ from .profile import Profile
 from .spec import PipelineSpec
 from .trace import Trace
 
-
 STALL = 2.0
 
 
