@@ -21,6 +21,7 @@ ON_PATH = 2
 OFF_PATH = 3
 TOKEN = 4
 MACHINE = 5
+ARRIVAL = 6
 
 
 def mix(state: int, field: int) -> int:

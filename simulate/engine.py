@@ -27,85 +27,21 @@ from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, StepRecord
 from pipespec_model.uniforms import MACHINE, STEP_TIME, uniform
 
-NS = 1_000_000_000
-_ARRIVAL = 0  # SimPy priorities: arrivals first, then step ends by stage
-_STEP_END = 1
+from .machine import ARRIVAL, NS, Machine, to_ns
 
 Event = tuple[int, int, str, int]
 """(time in ns, stage, what happened, position): the complete log that engines are compared by."""
-
-
-def to_ns(seconds: float) -> int:
-    return round(seconds * NS)
-
-
-class Computing:
-    """The steps that run now, each at the rate that the set of them allows."""
-
-    def __init__(self, env: simpy.Environment, keys: list[str], profile: Profile) -> None:
-        self._env = env
-        self._keys = keys
-        self._profile = profile
-        self._rates: dict[frozenset[int], dict[int, float]] = {}
-        self._work_left: dict[int, float] = {}
-        self._done: dict[int, simpy.Event] = {}
-        self._alarm: dict[int, simpy.Event] = {}
-        self._rate: dict[int, float] = {}  # at which its alarm was set
-        self._since = 0
-
-    def run(self, stage: int, work_ns: int) -> simpy.Event:
-        """An event that fires when ``work_ns`` of undisturbed computing is done."""
-        self._advance()
-        self._work_left[stage] = float(work_ns)
-        self._done[stage] = simpy.Event(self._env)
-        self._rate.pop(stage, None)
-        self._reschedule()
-        return self._done[stage]
-
-    def _current(self) -> dict[int, float]:
-        now = frozenset(self._work_left)
-        if now not in self._rates:
-            rates = self._profile.rates(frozenset(self._keys[stage] for stage in now))
-            self._rates[now] = {stage: rates[self._keys[stage]] for stage in now}
-        return self._rates[now]
-
-    def _advance(self) -> None:
-        elapsed = self._env.now - self._since
-        if elapsed:
-            for stage, rate in self._current().items():
-                self._work_left[stage] -= elapsed * rate
-        self._since = self._env.now
-
-    def _reschedule(self) -> None:
-        for stage, rate in self._current().items():
-            if self._rate.get(stage) == rate:
-                continue
-            self._rate[stage] = rate
-            alarm = simpy.Event(self._env)
-            alarm._ok, alarm._value = True, None
-            assert alarm.callbacks is not None
-            alarm.callbacks.append(lambda event, stage=stage: self._ring(stage, event))
-            self._alarm[stage] = alarm
-            left = max(0, round(self._work_left[stage] / rate))
-            self._env.schedule(alarm, priority=_STEP_END + stage, delay=left)
-
-    def _ring(self, stage: int, alarm: simpy.Event) -> None:
-        if self._alarm.get(stage) is not alarm:
-            return  # rescheduled since
-        self._advance()
-        del self._work_left[stage], self._alarm[stage]
-        done = self._done.pop(stage)
-        if self._work_left:
-            self._reschedule()
-        done.succeed()
 
 
 @dataclass
 class PromptRun:
     """One prompt through a pipeline; :meth:`run` returns its records.
 
+    prompt : its number, in the order of arrival where several share a machine
     spread : draw step times, and how slow the machine is, from their distributions; False = their means
     slowness : by stage, how many times slower than undisturbed the machine is; None = the profile's
+    machine : what it runs on, shared with other prompts (simulate.traffic); None = one of its own
+    requested_ns : when it was asked for; records count from there
     """
 
     pipeline: PipelineSpec
@@ -116,13 +52,19 @@ class PromptRun:
     spread: bool = True
     slowness: Sequence[float] | None = None
     log: list[Event] | None = None
+    machine: Machine | None = None
+    requested_ns: int = 0
     steps: list[StepRecord] = field(default_factory=list)
     first_token_ns: int | None = None
+    over: bool = False  # the target has ended, and nobody begins another step
+    ended_ns: int | None = None
 
     def __post_init__(self) -> None:
         self.pipeline.require_lookaheads()
-        self.env = simpy.Environment(initial_time=0)
         specs = self.pipeline.stages
+        # Annotated, so that what follows need not ask whether there is one.
+        self.on: Machine = self.machine or Machine(self.pipeline, self.profile)
+        self.env, self.computing = self.on.env, self.on.computing
         budget, eos = self.agreement.budget, frozenset(self.agreement.eos)
         self.stages = [
             Stage(self.pipeline, i, self.agreement.prompt_length, budget, eos, self.agreement.prompt_tokens)
@@ -132,12 +74,10 @@ class PromptRun:
         self.costs = [self.profile.stage_costs(spec, self.pipeline.strategy) for spec in specs]
         chain = self.pipeline.strategy == "speculative"
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
-        self.computed_last: int | None = None
         if self.slowness is None:
             # One draw for all stages: what disturbs a machine disturbs most of its cores.
             draw = uniform(self.seed, self.prompt, 0, MACHINE) if self.spread else None
             self.slowness = [self.profile.slowness_at(spec, draw) for spec in specs]
-        self.computing = Computing(self.env, [self.profile.rate_key(spec) for spec in specs], self.profile)
         self.replay = Replay(self.agreement, self.seed, self.prompt, self.profile.neighbour_rate)
         self.lookups = {i: PromptLookup(spec.max_ngram) for i, spec in enumerate(specs)
                         if spec.block and self.agreement.prompt_tokens}
@@ -158,19 +98,18 @@ class PromptRun:
 
     def _stage_loop(self, i: int) -> Generator[simpy.Event, None, None]:
         stage, costs = self.stages[i], self.costs[i]
-        ready = to_ns(costs.start_s)
-        yield self.env.timeout(ready)
-        while not stage.done:
+        yield self.env.timeout(to_ns(costs.start_s))
+        while not (stage.done or self.over):
             self._receive(i)
             step = stage.next_step()
             self._send(i)
             if step is None:
-                self.wake[i] = simpy.Event(self.env)
-                yield self.wake[i]
+                self.on.leave(i, self)
+                yield self._message(i)
                 continue
-            if self.env.now < ready:
-                # Decide when the turnaround is over, with what arrives meanwhile.
-                yield self.env.timeout(ready - self.env.now)
+            if (wait := self.on.ask(i, self)) is not None:
+                # Decide when the turnaround is over or other prompts are done, with what arrives meanwhile.
+                yield wait
                 continue
             if i in self.calendars and self.calendars[i].due(stage):
                 yield from self._between(i, "optimise", costs.optimise_s, step)
@@ -186,8 +125,9 @@ class PromptRun:
             if i in self.giving and not stage.done and step.kind != "prefill":  # the drafter reads the prompt itself
                 yield from self._hand_over(i, step)
             # What a waiting neighbour is told leaves now: its hand-over covers the whole gap.
-            ready = self.env.now + to_ns(costs.turnaround_s)
+            self.on.release(i, self, to_ns(costs.turnaround_s))
         self._send(i)
+        self.on.leave(i, self)
 
     def _hand_over(self, i: int, step: Step) -> Generator[simpy.Event, None, None]:
         """Entries first, then the verdict that makes use of them, and only then what takes long."""
@@ -202,8 +142,9 @@ class PromptRun:
         start = self.env.now
         yield self.computing.run(i, to_ns(seconds * self.slowness[i] / self._turn_rate(i)))
         self.steps.append(StepRecord(
-            prompt=self.prompt, stage=i, kind=kind, start_s=start / NS, duration_s=(self.env.now - start) / NS,
-            position=step.position, context=step.cached, width=0, drafts=0, accepted=0, emitted=0, epoch=step.epoch))
+            prompt=self.prompt, stage=i, kind=kind, start_s=(start - self.requested_ns) / NS,
+            duration_s=(self.env.now - start) / NS, position=step.position, context=step.cached, width=0, drafts=0,
+            accepted=0, emitted=0, epoch=step.epoch))
 
     def _tokens(self, i: int, step: Step) -> list[int]:
         sequence = self.stages[i].sequence
@@ -239,9 +180,9 @@ class PromptRun:
 
     def _turn_rate(self, i: int) -> float:
         """Of a chain's step: slower where another stage has computed since this one's last."""
-        rate = 1.0 if self.computed_last in (None, i) else self.turn_rates[i]
+        rate = 1.0 if self.on.computed_last in (None, i) else self.turn_rates[i]
         if not self.pipeline.stages[i].block:
-            self.computed_last = i
+            self.on.computed_last = i
         return rate
 
     def _finish(self, i: int, step: Step, tokens: list[int], start: int) -> None:
@@ -251,13 +192,14 @@ class PromptRun:
         now = self.env.now
         width = step.width or len(tokens)
         self.steps.append(StepRecord(
-            prompt=self.prompt, stage=i, kind=step.kind, start_s=start / NS, duration_s=(now - start) / NS,
-            position=step.position, context=step.cached, width=width, drafts=len(step.drafts),
+            prompt=self.prompt, stage=i, kind=step.kind, start_s=(start - self.requested_ns) / NS,
+            duration_s=(now - start) / NS, position=step.position, context=step.cached, width=width,
+            drafts=len(step.drafts),
             accepted=accepted, emitted=len(stage.sequence) - before, epoch=step.epoch,
             rolled_back=step.rolled_back,
         ))
         if stage.is_target and self.first_token_ns is None:
-            self.first_token_ns = now
+            self.first_token_ns = now - self.requested_ns
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -282,17 +224,27 @@ class PromptRun:
         assert arrival.callbacks is not None
         arrival.callbacks.append(lambda _: self._arrive(entry))
         delay = to_ns(self.costs[receiver].handover_s)
-        self.env.schedule(arrival, priority=_ARRIVAL, delay=delay)
+        self.env.schedule(arrival, priority=ARRIVAL, delay=delay)
 
     def _arrive(self, entry: tuple[int, Drafts | Verdict]) -> None:
         receiver, message = entry
+        if entry not in self.in_flight:
+            return  # booked when the prompt was settled
         self.in_flight.remove(entry)
         self.inbox[receiver].append(message)
         if isinstance(message, Verdict) and self.pipeline.hands_over(receiver + 1):
             self.to_take.add(receiver)
         self._note(receiver, "arrive", len(self.stages[receiver].sequence))
-        if not self.wake[receiver].triggered:
-            self.wake[receiver].succeed()
+        self.rouse(receiver)
+
+    def _message(self, i: int) -> simpy.Event:
+        self.wake[i] = simpy.Event(self.env)
+        return self.wake[i]
+
+    def rouse(self, i: int) -> None:
+        """Let a stage that waits look again at what there is to do."""
+        if not self.wake[i].triggered:
+            self.wake[i].succeed()
 
     def _note(self, stage: int, what: str, position: int) -> None:
         if self.log is not None:
@@ -301,17 +253,33 @@ class PromptRun:
     # -- the whole prompt -----------------------------------------------------------------------
 
     def run(self) -> tuple[PromptRecord, list[StepRecord]]:
-        loops = [self.env.process(self._stage_loop(i)) for i in range(len(self.stages))]
-        self.env.run(until=loops[-1])
-        end_s = (self.env.now + to_ns(self.costs[-1].finish_s)) / NS
+        """Run alone, to the end of the target's last step."""
+        self.env.run(until=self._begin()[-1])
+        return self.close(), self.steps
+
+    def among_others(self) -> Generator[simpy.Event, None, None]:
+        """A process that ends when no stage works on the prompt any more: a drafter's last step is not cut short."""
+        loops = self._begin()
+        yield loops[-1]
+        self.over, self.ended_ns = True, self.env.now
+        for i in range(len(self.stages)):
+            self.rouse(i)
+        yield simpy.AllOf(self.env, loops)
+
+    def _begin(self) -> list[simpy.Process]:
+        return [self.env.process(self._stage_loop(i)) for i in range(len(self.stages))]
+
+    def close(self) -> PromptRecord:
+        """The record of a prompt whose target has ended, all messages booked."""
+        ended = self.env.now if self.ended_ns is None else self.ended_ns
+        end_s = (ended - self.requested_ns + to_ns(self.costs[-1].finish_s)) / NS
         self._settle()
         target = self.stages[-1]
-        record = PromptRecord(
+        return PromptRecord(
             prompt=self.prompt, name=self.agreement.prompt, prompt_length=self.agreement.prompt_length,
             tokens=list(target.sequence), total_s=end_s, ttft_s=(self.first_token_ns or 0) / NS,
             counters=[asdict(stage.close()) for stage in self.stages], category=self.agreement.category,
         )
-        return record, self.steps
 
     def _settle(self) -> None:
         """Let every message that is still on its way arrive, target first, so that nothing a drafter
