@@ -58,6 +58,7 @@ class PromptRun:
     first_token_ns: int | None = None
     over: bool = False  # the target has ended, and nobody begins another step
     ended_ns: int | None = None
+    free_ns: int = 0  # until then something is done for this prompt, as far as is known
 
     def __post_init__(self) -> None:
         self.pipeline.require_lookaheads()
@@ -125,7 +126,7 @@ class PromptRun:
             if i in self.giving and not stage.done and step.kind != "prefill":  # the drafter reads the prompt itself
                 yield from self._hand_over(i, step)
             # What a waiting neighbour is told leaves now: its hand-over covers the whole gap.
-            self.on.release(i, self, to_ns(costs.turnaround_s))
+            self.free_ns = max(self.free_ns, self.on.release(i, self, to_ns(costs.turnaround_s)))
         self._send(i)
         self.on.leave(i, self)
 
@@ -258,13 +259,16 @@ class PromptRun:
         return self.close(), self.steps
 
     def among_others(self) -> Generator[simpy.Event, None, None]:
-        """A process that ends when no stage works on the prompt any more: a drafter's last step is not cut short."""
+        """A process that ends when nothing is done for the prompt any more: a drafter's last step is not cut short,
+        and seconds between steps and after the end count too."""
         loops = self._begin()
         yield loops[-1]
         self.over, self.ended_ns = True, self.env.now
+        self.free_ns = max(self.free_ns, self.ended_ns + to_ns(self.costs[-1].finish_s))
         for i in range(len(self.stages)):
             self.rouse(i)
         yield simpy.AllOf(self.env, loops)
+        yield self.env.timeout(max(0, self.free_ns - self.env.now))
 
     def _begin(self) -> list[simpy.Process]:
         return [self.env.process(self._stage_loop(i)) for i in range(len(self.stages))]

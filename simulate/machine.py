@@ -133,12 +133,14 @@ class Machine:
         self._call(i)
         return prompt.wake[i]
 
-    def release(self, i: int, prompt: Customer, turnaround_ns: int) -> None:
-        """The step is over.  Nobody is called before its prompt has said whether it goes on (ask or leave)."""
+    def release(self, i: int, prompt: Customer, turnaround_ns: int) -> int:
+        """The step is over; returns when the next may begin.  Nobody is called before its prompt has said whether
+        it goes on (ask or leave)."""
         self._holder[i] = None
         self._ready_ns[i] = self.env.now + turnaround_ns
         self._serial += 1
         self._served[i][prompt.prompt] = self._serial
+        return self._ready_ns[i]
 
     def leave(self, i: int, prompt: Customer) -> None:
         """Nothing to do there for now."""
