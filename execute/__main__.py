@@ -12,7 +12,8 @@ from pipespec_model import metrics
 from pipespec_model.cli import make_folder, print_json, progress_bar, run
 from pipespec_model.errors import InputError
 from pipespec_model.profile import save_profile
-from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
+from pipespec_model.sampling import Sampling
+from pipespec_model.spec import PipelineSpec, checked, dump_pipeline, load_pipeline
 from pipespec_model.trace import TraceWriter, save_trace
 
 from . import bench_report
@@ -26,11 +27,13 @@ from .loading import end_of_sequence, load_tokenizer
 from .peer import PEERS
 from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
+from .streaming import Live
 from .vocabulary import common_vocabulary
 from .zoo import BUILT_IN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 PipelineFile = Annotated[Path, typer.Argument(help="pipeline YAML, or a models.json list")]
+DRAW = Sampling()
 PromptFile = Annotated[Path | None, typer.Option(help="text lines, or JSON Lines of Spec-Bench, HumanEval, GSM8K")]
 
 
@@ -40,21 +43,33 @@ def run_command(
     prompt: Annotated[str | None, typer.Option(help="one prompt")] = None,
     prompts: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=0)] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the best token")] = DRAW.temperature,
+    top_k: Annotated[int, typer.Option(help="only the so many best tokens (0: all)")] = DRAW.top_k,
+    top_p: Annotated[float, typer.Option(help="only the best with this probability together")] = DRAW.top_p,
+    min_p: Annotated[float, typer.Option(help="only those as probable, relative to the best")] = DRAW.min_p,
+    repetition_penalty: Annotated[float, typer.Option(help="of tokens that occurred")] = DRAW.repetition_penalty,
+    min_new_tokens: Annotated[int, typer.Option(help="no end of sequence before")] = DRAW.min_new_tokens,
+    seed: Annotated[int, typer.Option(help="of the draws; every strategy gives one text")] = DRAW.seed,
     out: Annotated[Path | None, typer.Option(help="folder for the trace and the resolved pipeline")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the text")] = False,
 ) -> None:
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
+    sampling = checked(Sampling, {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+        "repetition_penalty": repetition_penalty, "min_new_tokens": min_new_tokens}, "sampling:")
     spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
     spec.require_lookaheads()  # before a model is loaded
     if out is not None:
         make_folder(out)
     with Fleet(spec.stages, vocabulary=common_vocabulary([spec]), apart=stages_apart([spec])) as fleet:
         resolved = fleet.configure(spec)
-        trace = new_trace(resolved, options={"max_new_tokens": max_new_tokens})
+        trace = new_trace(resolved, seed=sampling.seed, options={
+            "max_new_tokens": max_new_tokens, "sampling": sampling.to_dict()})
         writer = _open(out, resolved, trace)
         for number, item in enumerate(chosen):
             show = None if json_ else Live(tokenizer)
-            record, steps = fleet.run_prompt(spec, item, max_new_tokens=max_new_tokens, number=number, on_text=show)
+            record, steps = fleet.run_prompt(spec, item, max_new_tokens=max_new_tokens, number=number, on_text=show,
+                                             sampling=sampling)
             if show is not None:
                 show.end()
             trace.add(record, steps)
@@ -74,28 +89,6 @@ def run_command(
     links = range(len(spec.links))
     if any(metrics.link_figures(trace, i).drafted == 0 for i in links) and max_new_tokens > 2:
         print("warning: a drafter proposed nothing; the run was plain decoding", file=sys.stderr)
-
-
-class Live:
-    """Prints text as tokens arrive; holds back a piece that is not yet whole."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._shown = ""
-
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-
-    def __call__(self, tokens: list[int]) -> None:
-        self._tokens += tokens
-        text = self._text()
-        if not text.endswith("�"):
-            print(text[len(self._shown) :], end="", flush=True)
-            self._shown = text
-
-    def end(self) -> None:
-        print(self._text()[len(self._shown) :])
 
 
 @app.command("calibrate")

@@ -19,6 +19,7 @@ from typing import Any
 
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError, StageError
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
@@ -207,23 +208,27 @@ class Fleet:
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
                    repeat: int = 0,
                    agreement: Agreement | None = None, on_text: Callable[[list[int]], None] | None = None,
-                   ) -> tuple[PromptRecord, list[StepRecord]]:
+                   sampling: Sampling | None = None) -> tuple[PromptRecord, list[StepRecord]]:
         """Generate for one prompt; blocks until every stage has accounted for its drafts.
 
         The clock starts before the request is sent and includes every stage's prefill.
 
         number : names the prompt in the trace; must differ between the prompts of one trace
         agreement : what scripted stages replay; it may hold rows of other stages too
+        on_text : called with the tokens that the target has decided since the last call; none is ever taken back
+        sampling : None = greedy
         """
         self.configure(pipeline)
         self.check_fits(pipeline, [prompt], max_new_tokens)
+        if sampling is not None:
+            self._check_samples(pipeline, sampling)
         self._runs += 1
         self._current = prompt.name
         names = [stage.name for stage in pipeline.stages]
         if agreement is not None:
             agreement = agreement.select([stage.choice_key for stage in pipeline.stages])
         job = Job(self._runs, number, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
-                  stream=on_text is not None, agreement=agreement)
+                  stream=on_text is not None, sampling=sampling, agreement=agreement)
         for name in reversed(names):
             self._send(name, "prompt", job)
         target = names[-1]
@@ -266,6 +271,15 @@ class Fleet:
             if limit is not None and needed > limit:
                 raise InputError(f"prompt {prompt.name!r}", f"plus {max_new_tokens} new tokens must fit the context "
                                  f"of stage {stage.name!r} ({limit} tokens)", needed, "shorten it or ask for fewer")
+
+    def _check_samples(self, pipeline: PipelineSpec, sampling: Sampling) -> None:
+        """Refuse options where a stage has no scores that they could change."""
+        for i, stage in enumerate(pipeline.stages):
+            if isinstance(self.scripts.get(stage.name), Script) and not sampling.plain:
+                changed = next(name for name in ("temperature", "repetition_penalty", "min_new_tokens")
+                               if getattr(sampling, name) != getattr(Sampling(), name))
+                raise InputError(changed, f"must be absent where a stage is scripted (stages.{i}, {stage.name})",
+                                 getattr(sampling, changed), "it replays recorded tokens")
 
     def measure(self, name: str, widths: tuple[int, ...], text: list[int], *, context: int) -> list[StepRecord]:
         """Time a step of each width by one stage, on a cache of ``context`` tokens (0: prefills)."""
@@ -326,7 +340,8 @@ class Fleet:
         return choices, margins
 
 
-def new_trace(pipeline: PipelineSpec, *, emulated: bool = False, options: dict[str, Any] | None = None) -> Trace:
+def new_trace(pipeline: PipelineSpec, *, emulated: bool = False, options: dict[str, Any] | None = None,
+              seed: int = 0) -> Trace:
     """A trace with this machine's header; ``pipeline`` is the resolved one."""
-    return Trace("emulated" if emulated else "measured", pipeline.to_dict(), host=host(), versions=versions(),
-                 options=options or {})
+    return Trace("emulated" if emulated else "measured", pipeline.to_dict(), seed=seed, host=host(),
+                 versions=versions(), options=options or {})

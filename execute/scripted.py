@@ -75,8 +75,8 @@ class WrongRunner:
         self._runner = runner
         self.context_limit = runner.context_limit
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._runner.begin(prompt)
+    def begin(self, prompt: Sequence[int], sampler: Any = None) -> None:
+        self._runner.begin(prompt, sampler)
 
     def run(self, sequence: Sequence[int], step: Step) -> list[int]:
         # Downwards, so that no id leaves the vocabulary.

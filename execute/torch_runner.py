@@ -1,4 +1,4 @@
-"""A stage with a model: one forward a step, batch 1, greedy.
+"""A stage with a model: one forward a step, batch 1.
 
 The runner keeps the key-value cache of what the stage holds.  Before each step it cuts the cache to
 the length that the protocol says is still valid; nothing else ever shortens it.
@@ -17,6 +17,7 @@ from pipespec_model.spec import StageSpec
 
 from .decoders import decoders
 from .loading import load_model
+from .sampler import Sampler
 
 
 def crop_to(cache: Any, length: int) -> None:
@@ -30,6 +31,13 @@ def crop_to(cache: Any, length: int) -> None:
         raise ValueError(f"cache length must be in [0, {held}], got {length}")
     if length < held:
         cache.crop(length - held)
+
+
+def chosen(logits: torch.Tensor, sequence: Sequence[int], step: Step, sampler: Sampler | None) -> list[int]:
+    """A token for each row of logits ``[len(drafts) + 1, vocab]``: the best one, or what the sampler says."""
+    if sampler is not None:
+        return sampler.choose(logits, sequence, step.drafts)
+    return [int(x) for x in logits.argmax(-1).tolist()]
 
 
 class TorchRunner:
@@ -56,6 +64,7 @@ class TorchRunner:
         self.prefill, self.step = make(model, int8=stage.quantize == "int8")
         self.vocabulary = vocabulary
         self._prompt: list[int] = []
+        self._sampler: Sampler | None = None
         self.cache: Any = None
 
     @property
@@ -63,8 +72,9 @@ class TorchRunner:
         """Tokens of the prompt at hand; 0 before the first."""
         return len(self._prompt)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._prompt, self.run_number = list(prompt), None
+    def begin(self, prompt: Sequence[int], sampler: Sampler | None = None) -> None:
+        """sampler : what chooses; None = greedy"""
+        self._prompt, self.run_number, self._sampler = list(prompt), None, sampler
         self.cache = self.prefill.new_cache()
 
     def forget(self, length: int) -> None:
@@ -72,9 +82,8 @@ class TorchRunner:
         crop_to(self.cache, length)
 
     def run(self, sequence: Sequence[int], step: Step) -> list[int]:
-        """Greedy choices after the last held token and after each draft."""
-        logits = self.logits(sequence, step)
-        return [int(x) for x in logits.argmax(-1).tolist()]
+        """The stage's choices after the last held token and after each draft."""
+        return chosen(self.logits(sequence, step), sequence, step, self._sampler)
 
     @torch.inference_mode()
     def logits(self, sequence: Sequence[int], step: Step) -> torch.Tensor:

@@ -28,6 +28,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.lookup import PromptLookup
 from pipespec_model.messages import Entries, Step
 from pipespec_model.protocol import Stage
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
@@ -61,6 +62,7 @@ class Job:
     budget: int
     eos: frozenset[int]
     stream: bool = False
+    sampling: Sampling | None = None
     agreement: Agreement | None = None
 
 
@@ -285,10 +287,13 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
     if isinstance(runner, ScriptedRunner):
         assert job.agreement is not None
         runner.begin_replay(job.agreement, place.index, job.number, block=place.pipeline.stages[place.index].block)
+    elif uses_torch(runner):
+        from .sampler import sampler_of
+
+        runner.begin(job.prompt, sampler_of(job.sampling, job.prompt, number=job.number, eos=tuple(job.eos)))
+        runner.run_number = job.run
     else:
         runner.begin(job.prompt)
-        if uses_torch(runner):
-            runner.run_number = job.run
 
 
 def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> int:

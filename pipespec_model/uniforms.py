@@ -22,6 +22,7 @@ OFF_PATH = 3
 TOKEN = 4
 MACHINE = 5
 ARRIVAL = 6
+SAMPLE = 7
 
 
 def mix(state: int, field: int) -> int:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from execute.decoders import InPlaceCache, LayeredDecoder
+from execute.sampler import Sampler
 from execute.shared import Shared
 from execute.skips import SkipSet, uniform_skips
-from execute.torch_runner import TorchRunner, crop_to
+from execute.torch_runner import TorchRunner, chosen, crop_to
 from pipespec_model.messages import Entries, Step
 from pipespec_model.spec import StageSpec
 
@@ -120,6 +121,7 @@ class ClaspRunner:
         self.run_number: int | None = None
         self.offered: int | None = None
         self._prompt: list[int] = []
+        self._sampler: Sampler | None = None
         self.cache: Any = None
         self.committed = 0
         self.num_verdicts = 0
@@ -132,8 +134,8 @@ class ClaspRunner:
     def prompt_length(self) -> int:
         return len(self._prompt)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._prompt = list(prompt)
+    def begin(self, prompt: Sequence[int], sampler: Sampler | None = None) -> None:
+        self._prompt, self._sampler = list(prompt), sampler
         self.cache = self.full.prefill.new_cache()
         self.committed, self.skips, self.cosine = 0, self._first, None
         self.run_number = self.offered = None
@@ -153,7 +155,7 @@ class ClaspRunner:
         logits = self.logits(sequence, step)
         if step.kind == "draft" and self.stops(logits[-1]):
             return []
-        return [int(x) for x in logits.argmax(-1).tolist()]
+        return chosen(logits, sequence, step, self._sampler)
 
     def stops(self, logits: torch.Tensor) -> bool:
         """Whether the drafter is too unsure to go on.  It looks at nothing but its own distribution, so the
