@@ -24,6 +24,8 @@ PIPELINED_LOOKAHEADS = ((0, 1, 2, 4, 8), (0, 2, 6))
 SYNCHRONOUS_LOOKAHEADS = ((1, 2, 3, 4, 6, 8), (1, 3, 6))
 """Tried on each link: of up to two, and of more links, whose number of combinations grows with the power."""
 MOST_STAGES = 5
+SHARDS = (1, 2, 4, 8)
+"""Tensor parallelism divides attention heads, of which there is a power of two."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Catalogue:
         found = []
         for stage in stages_of(name, self.given, self.known, self.key):
             latency = self.given.stage_latency(stage)
-            for shards in range(1, self.limits.devices + 1 if _accelerator(stage) else 2):
+            for shards in SHARDS if _accelerator(stage) else (1,):
                 devices = 0 if stage.block else shards if _accelerator(stage) else stage.threads
                 if devices > self.limits.devices or not self._fits([(stage, shards)]):
                     continue
