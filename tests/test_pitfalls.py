@@ -196,7 +196,7 @@ class InProcess:
 
     runners: dict[str, Any]
 
-    def __init__(self, stages: Sequence[StageSpec], vocabulary: int | None = None) -> None:
+    def __init__(self, stages: Sequence[StageSpec], vocabulary: int | None = None, **_: Any) -> None:
         self.team = [make_runner(s, None, None) if s.block else self.runners[s.name] for s in stages]
 
     def __enter__(self) -> InProcess:
@@ -209,7 +209,7 @@ class InProcess:
         return spec
 
     def run_prompt(self, spec: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int,
-                   on_text: Any) -> tuple[PromptRecord, list[StepRecord]]:
+                   on_text: Any, **_: Any) -> tuple[PromptRecord, list[StepRecord]]:
         for runner in self.team:
             runner.begin(prompt.tokens)
         done = drive(spec, self.team, prompt.tokens, max_new_tokens)
@@ -249,7 +249,7 @@ def test_a_run_that_proposed_nothing_warns(execute_run, tmp_path: Path) -> None:
     assert len(text) == len(set(text)) == 9, "the text repeats itself: choose another prompt"
     assert said.strip().splitlines() == ["warning: a drafter proposed nothing; the run was plain decoding"]
     trace, _ = load_trace(tmp_path / "out" / "trace.jsonl")
-    assert trace.options == {"max_new_tokens": 6}
+    assert trace.options["max_new_tokens"] == 6
     assert trace.pipeline == document["pipeline"]
     assert trace.pipeline["links"] == [{"lookahead": 3, "buffer_tokens": 16, "max_window": 16}]
     _, said = execute_run("w1 w2 w3 w1 w2 w3 w1 w2")
@@ -441,7 +441,7 @@ class Breaking:
         if context >= self.context and width >= self.width:
             if self.when == "during":
                 raise RuntimeError("broken during")
-            Worker._send = broken_send  # in this stage's own process
+            Worker.send = broken_send  # in this stage's own process
         return 0.002
 
 
