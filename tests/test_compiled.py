@@ -25,7 +25,7 @@ from simulate.engine import PromptRun
 from simulate.run import agreements_for
 from simulate.totals import Totals
 
-EXAMPLES = int(os.environ.get("PIPESPEC_TWIN_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("PIPESPEC_TWIN_EXAMPLES", "250"))
 
 
 def assert_same(found: Totals, expected: Totals) -> None:
