@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +11,11 @@ import typer
 
 from pipespec_model import metrics
 from pipespec_model.cli import make_folder, print_json, progress_bar, run
-from pipespec_model.errors import InputError
+from pipespec_model.errors import InputError, StageError
 from pipespec_model.profile import save_profile
 from pipespec_model.sampling import Sampling
-from pipespec_model.spec import PipelineSpec, checked, dump_pipeline, load_pipeline
-from pipespec_model.trace import TraceWriter, save_trace
+from pipespec_model.spec import PipelineSpec, checked, load_pipeline
+from pipespec_model.trace import save_trace
 
 from . import bench_report
 from .bench import MIN_REPEATS, bench, from_files, num_runs
@@ -23,12 +24,15 @@ from .calibrate import calibrate
 from .clasp.command import study
 from .fleet import Fleet, new_trace
 from .host import assign_cores
+from .kept import fingerprint, open_trace
 from .loading import end_of_sequence, load_tokenizer
 from .peer import PEERS
 from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
+from .retry import run_with_retries
 from .streaming import Live
 from .vocabulary import common_vocabulary
+from .watch import PATIENCE_S
 from .zoo import BUILT_IN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -51,6 +55,9 @@ def run_command(
     min_new_tokens: Annotated[int, typer.Option(help="no end of sequence before")] = DRAW.min_new_tokens,
     seed: Annotated[int, typer.Option(help="of the draws; every strategy gives one text")] = DRAW.seed,
     out: Annotated[Path | None, typer.Option(help="folder for the trace and the resolved pipeline")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="keep what --out holds of this run; make the rest")] = False,
+    retry: Annotated[int, typer.Option(min=0, help="times a prompt is tried again from what it had decided")] = 0,
+    patience: Annotated[float, typer.Option(help="seconds after which a silent stage counts as hung")] = PATIENCE_S,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the text")] = False,
 ) -> None:
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
@@ -59,24 +66,35 @@ def run_command(
         "repetition_penalty": repetition_penalty, "min_new_tokens": min_new_tokens}, "sampling:")
     spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
     spec.require_lookaheads()  # before a model is loaded
+    if retry and (sampling.temperature > 0 or sampling.min_new_tokens > 0):
+        # Both count from the first token, which a new attempt does not know of.
+        raise InputError("--retry", "must come without --temperature and --min-new-tokens", mend="use --resume")
+    if resume and out is None:
+        raise InputError("--resume", "must come with --out")
     if out is not None:
         make_folder(out)
-    with Fleet(spec.stages, vocabulary=common_vocabulary([spec]), apart=stages_apart([spec])) as fleet:
+    with ExitStack() as stack:
+        fleet = stack.enter_context(Fleet(spec.stages, vocabulary=common_vocabulary([spec]),
+                                          apart=stages_apart([spec]), patience_s=patience))
         resolved = fleet.configure(spec)
         trace = new_trace(resolved, seed=sampling.seed, options={
-            "max_new_tokens": max_new_tokens, "sampling": sampling.to_dict()})
-        writer = _open(out, resolved, trace)
+            "max_new_tokens": max_new_tokens, "sampling": sampling.to_dict(), "prompts": fingerprint(chosen)})
+        writer = stack.enter_context(open_trace(out, resolved, trace, resume=resume)) if out is not None else None
+        kept = {record.prompt: record for record in trace.prompts}
         for number, item in enumerate(chosen):
             show = None if json_ else Live(tokenizer)
-            record, steps = fleet.run_prompt(spec, item, max_new_tokens=max_new_tokens, number=number, on_text=show,
-                                             sampling=sampling)
+            if number in kept:
+                if show is not None:
+                    show(kept[number].tokens)
+            else:
+                record, steps = run_with_retries(fleet, spec, item, max_new_tokens=max_new_tokens, retries=retry,
+                                                 number=number, on_text=show, on_failure=_again,
+                                                 sampling=sampling)
+                if writer is not None:
+                    writer.append(record, steps)
+                trace.add(record, steps)
             if show is not None:
                 show.end()
-            trace.add(record, steps)
-            if writer is not None:
-                writer.append(record, steps)
-        if writer is not None:
-            writer.close()
     speed = metrics.tokens_per_s(trace.prompts)
     length = metrics.mean_acceptance_length(trace)
     if json_:
@@ -89,6 +107,10 @@ def run_command(
     links = range(len(spec.links))
     if any(metrics.link_figures(trace, i).drafted == 0 for i in links) and max_new_tokens > 2:
         print("warning: a drafter proposed nothing; the run was plain decoding", file=sys.stderr)
+
+
+def _again(error: StageError, kept: int) -> None:
+    print(f"{error}; again from token {kept}", file=sys.stderr, flush=True)
 
 
 @app.command("calibrate")
@@ -193,14 +215,6 @@ def _chosen(prompt: str | None, prompts: Path | None) -> list[Prompt]:
     if (prompt is None) == (prompts is None):
         raise InputError("--prompt or --prompts", "must be given, one of the two")
     return load_prompts(prompts) if prompts else [Prompt("prompt", prompt or "")]
-
-
-def _open(out: Path | None, spec: PipelineSpec, trace: Any) -> TraceWriter | None:
-    if out is None:
-        return None
-    dump_pipeline(spec, out / "pipeline.yaml")
-    (out / "trace.jsonl").unlink(missing_ok=True)
-    return TraceWriter(out / "trace.jsonl", trace)
 
 
 def main(args: list[str] | None = None) -> None:

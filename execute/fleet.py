@@ -6,6 +6,7 @@ compared run in the same processes, in the same minutes.  Only the parent writes
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from .processes import end_process, shared_processes, start, whole_models
 from .prompts import Prompt
 from .scripted import Script, Wrong
 from .shared import Shared
+from .watch import PATIENCE_S, Watch, check_patience
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
@@ -40,14 +42,17 @@ class Fleet:
     scripts : stages that replay instead of computing, by name
     vocabulary : logits beyond this are padding
     apart : names of the layer-skipping drafters that have a process of their own (processes.stages_apart)
+    patience_s : a stage that gives no sign for so long while a prompt runs is taken to hang (watch.py)
     """
 
     def __init__(self, stages: Iterable[StageSpec], *, scripts: Mapping[str, Script | Wrong] | None = None,
-                 vocabulary: int | None = None, apart: Collection[str] = ()) -> None:
+                 vocabulary: int | None = None, apart: Collection[str] = (),
+                 patience_s: float = PATIENCE_S) -> None:
         self.stages = {stage.name: stage for stage in stages}
         self.apart = frozenset(apart)
         self.scripts = dict(scripts or {})
         self.vocabulary = vocabulary
+        self.patience_s = check_patience(patience_s)
         self.processes: dict[str, BaseProcess] = {}
         self.connections: dict[str, Connection] = {}
         self.context_limits: dict[str, int | None] = {}
@@ -56,7 +61,9 @@ class Fleet:
         self._asked: PipelineSpec | None = None
         self._configured: PipelineSpec | None = None
         self._current = ""
+        self._loading = False
         self._runs = 0
+        self._watch: Watch | None = None
 
     # -- processes ------------------------------------------------------------------------------
 
@@ -83,8 +90,10 @@ class Fleet:
                     seat.parent.close()
                     for end in seat.peers.values():
                         end.close()
+            self._loading = True
             for name in names:
                 _, self.context_limits[name] = self._receive(name, "ready", timeout_s=LOAD_TIMEOUT_S)
+            self._loading = False
         except BaseException:
             self.close()
             raise
@@ -101,17 +110,27 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def restart(self) -> None:
+        """Every stage anew, after one has failed."""
+        self.close()
+        self.__enter__()
+
     def close(self) -> None:
+        """End every stage; whatever they were about is forgotten."""
         for end in self.connections.values():
             try:
                 end.send(("exit",))
             except OSError:
                 continue
         for process in self.processes.values():
-            end_process(process)
+            # In the midst of something nothing is lost by haste: only this side writes files.
+            end_process(process, now=bool(self._current or self._loading))
         for end in self.connections.values():
             end.close()
         self.processes, self.connections = {}, {}
+        self._asked = self._configured = self._watch = None
+        self._mail = {name: deque() for name in self.stages}
+        self._current, self._loading = "", False
 
     # -- talking to them ------------------------------------------------------------------------
 
@@ -141,34 +160,61 @@ class Fleet:
                     raise self._dead(name) from None
                 if message[0] == "error":
                     raise self._failed(name, message)
-                self._mail[name].append(message)
+                if message[0] != "pulse":
+                    self._mail[name].append(message)
+                elif self._watch is not None and message[1] == self._runs:
+                    self._watch.hear(name, message[2])
         for item in ready:
             if item in sentinels and not self.connections[sentinels[item]].poll(0):
                 raise self._dead(sentinels[item])
         return bool(ready)
 
-    def _dead(self, name: str) -> Exception:
-        # A stage whose neighbour died ends too, with code 0: the one to name is the first cause, and
-        # what it said of it may still wait to be read.
+    def _dead(self, name: str, link: str = "") -> Exception:
+        # A stage whose neighbour died ends too, with code 0 and a word of the link: the one to name is the first
+        # cause, and what it said of it may still wait to be read.
         for other, end in self.connections.items():
             with suppress(EOFError, ConnectionResetError):
                 while end.poll(0):
                     message = end.recv()
-                    if message[0] == "error":
+                    if message[0] == "error" and message[1] != "link":
                         return self._failed(other, message)
+                    if message[0] == "error" and not link:
+                        name, link = other, message[2]
         self.processes[name].join(timeout=1)
         codes = {other: process.exitcode for other, process in self.processes.items()}
-        name = next((other for other, code in codes.items() if code), name)
-        return StageError(f"stage {name!r} ended with exit code {codes[name]}{self._during()}")
+        first = next((other for other, code in codes.items() if code), None)
+        if first is None and link:
+            return StageError(f"stage {name!r} {link}{self._during()}")
+        name = first or name
+        return StageError(f"stage {name!r} ended with exit code {codes[name]}{_meaning(codes[name])}{self._during()}")
 
     def _failed(self, name: str, message: tuple[Any, ...]) -> Exception:
         _, kind, text = message
+        if kind == "link":
+            return self._dead(name, text)
         if kind == "input":
             return InputError(f"stage {name!r}:", text)
         return StageError(f"stage {name!r} failed {text}{self._during()}")
 
     def _during(self) -> str:
+        if self._loading:
+            return ", while loading"
         return f", while working on prompt {self._current!r}" if self._current else ""
+
+    def _next(self, name: str) -> tuple[Any, ...]:
+        """The next message of a stage while a prompt runs, however long that takes; raises StageError as
+        _receive does, and where a stage hangs."""
+        assert self._watch is not None
+        while not self._mail[name]:
+            now = time.monotonic()
+            for other in self._watch.ask(now):
+                self._send(other, "pulse", self._runs)
+            self._pump(self._watch.due_s(now))
+            while self._pump(0):  # what came while this side was busy: an answer may be among it
+                pass
+            if found := self._watch.fault(time.monotonic()):
+                raise StageError(f"{found}{self._during()}")
+        return self._mail[name].popleft()
 
     def _send(self, name: str, *message: Any) -> None:
         try:
@@ -231,14 +277,8 @@ class Fleet:
                   stream=on_text is not None, sampling=sampling, agreement=agreement)
         for name in reversed(names):
             self._send(name, "prompt", job)
-        target = names[-1]
-        while True:
-            if not self._mail[target]:
-                self._pump(None)
-                continue
-            message = self._mail[target].popleft()
-            if message[0] == "closed":
-                break
+        self._watch = Watch(names, self.patience_s, time.monotonic())
+        while (message := self._next(names[-1]))[0] != "closed":
             if on_text is not None:
                 on_text(message[1])
         outcomes: list[Outcome] = [message[1]]
@@ -246,8 +286,8 @@ class Fleet:
         # before it closes, so every draft is accounted for.
         for name in reversed(names[:-1]):
             self._send(name, "close", job.run)
-            outcomes.insert(0, self._receive(name, "closed", timeout_s=60)[1])
-        self._current = ""
+            outcomes.insert(0, self._next(name)[1])
+        self._current, self._watch = "", None
         return self._records(outcomes, prompt, number, repeat)
 
     @staticmethod
@@ -338,6 +378,14 @@ class Fleet:
         self._send(name, "teacher_force", list(prompt), list(answer))
         _, choices, margins = self._receive(name, "choices", timeout_s=600)
         return choices, margins
+
+
+def _meaning(code: int | None) -> str:
+    """Of an exit code, in words, where it has one."""
+    if code is None or code >= 0:
+        return ""
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f" ({name}{', perhaps for want of memory' if name == 'SIGKILL' else ''})"
 
 
 def new_trace(pipeline: PipelineSpec, *, emulated: bool = False, options: dict[str, Any] | None = None,

@@ -84,11 +84,11 @@ def start(process: BaseProcess) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def end_process(process: BaseProcess) -> None:
-    """Wait a little for a process that was told to end, then kill it."""
+def end_process(process: BaseProcess, *, now: bool = False) -> None:
+    """Wait a little for a process that was told to end, or not at all, then kill it."""
     if process.pid is None:
         return
-    process.join(timeout=2)
+    process.join(timeout=0 if now else 2)
     if process.is_alive():
         process.kill()
         process.join()

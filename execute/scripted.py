@@ -31,6 +31,9 @@ class Script:
     neighbour_rate: float = 0.9
     fail_at: int | None = None
 
+    def runner(self) -> ScriptedRunner:
+        return ScriptedRunner(self)
+
 
 @dataclass(frozen=True)
 class Wrong:

@@ -15,6 +15,7 @@ import selectors
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,8 +37,17 @@ from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
 from .shared import Shared
 from .skipping import Skipping, skipping
 from .timing import measure, prime, probe, uses_torch
+from .watch import Pulse
 
 T = TypeVar("T")
+
+
+class StepFailed(RuntimeError):
+    """Says in which step; its cause is what the runner raised."""
+
+
+class LinkLost(RuntimeError):
+    """A neighbour is gone, or the pipe to it."""
 
 
 class Runner(Protocol):
@@ -98,6 +108,7 @@ class Worker:
     job: Job | None = None
     closing: bool = False
     steps: list[StepRecord] = field(default_factory=list)
+    traffic: Counter[str] = field(default_factory=Counter)  # messages of this prompt, by Pulse's names
     skipping: Skipping = field(default_factory=Skipping)
     pool: ThreadPoolExecutor | None = None  # the one thread that computes, where stages share a process
 
@@ -132,6 +143,7 @@ class Worker:
     def on_prompt(self, job: Job) -> None:
         assert self.place is not None
         self.job, self.closing, self.steps = job, False, []
+        self.traffic.clear()
         stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos, job.prompt)
         begin(self.runner, job, self.place)
         self.skipping = skipping(stage, self.runner)
@@ -163,6 +175,10 @@ class Worker:
                 if time.perf_counter() >= stop_at > 0:
                     break
         self.parent.send(("measured", records))
+
+    def on_pulse(self, run: int) -> None:
+        """A sign of life, between two steps or between two prompts."""
+        self.parent.send(("pulse", run, Pulse(len(self.steps), **self.traffic)))
 
     def on_probe(self) -> None:
         self.parent.send(("probed", self.compute(probe, self.runner)))
@@ -213,7 +229,7 @@ class Worker:
         try:
             tokens = list(step.proposal) if step.proposal else self.compute(self.runner.run, stage.sequence, step)
         except Exception as error:
-            raise RuntimeError(f"in {step.kind} at position {step.position}: {error}") from error
+            raise StepFailed(f"in {step.kind} at position {step.position}: {said(error)}") from error
         end = time.perf_counter()
         accepted = stage.finish(step, tokens)
         self.steps.append(StepRecord(
@@ -250,15 +266,22 @@ class Worker:
 
     def _take(self, source: Any, stage: Stage) -> None:
         assert self.job is not None
-        message = source.recv()
+        try:
+            message = source.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._link_lost(source) from None
         if source is self.parent:
             if message[0] == "exit":
                 raise SystemExit(0)
+            if message[0] == "pulse":
+                self.on_pulse(message[1])
             self.closing = self.closing or message == ("close", self.job.run)
             return
         run, body = message
         if run != self.job.run:
             return
+        assert self.place is not None
+        self.traffic["from_up" if source is self.place.up else "from_down"] += 1
         if isinstance(body, Entries):
             self.skipping.receive(body)
         else:
@@ -280,7 +303,18 @@ class Worker:
     def _post(self, neighbour: Connection | None, body: Any) -> None:
         assert neighbour is not None
         assert self.job is not None
-        neighbour.send_bytes(pickle.dumps((self.job.run, body)))
+        assert self.place is not None
+        self.traffic["to_up" if neighbour is self.place.up else "to_down"] += 1
+        try:
+            neighbour.send_bytes(pickle.dumps((self.job.run, body)))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._link_lost(neighbour) from None
+
+    def _link_lost(self, end: Connection) -> Exception:
+        if end is self.parent or self.place is None:
+            return EOFError()
+        stages, i = self.place.pipeline.stages, self.place.index
+        return LinkLost(f"lost its link to stage {stages[i - 1 if end is self.place.up else i + 1].name!r}")
 
 
 def begin(runner: Any, job: Job, place: Placement) -> None:
@@ -313,7 +347,7 @@ def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> in
 
 def make_runner(stage: StageSpec, script: Script | Wrong | None, vocabulary: int | None) -> Any:
     if isinstance(script, Script):
-        return ScriptedRunner(script)
+        return script.runner()
     if stage.block:
         return PromptLookup(stage.max_ngram)
     from .torch_runner import TorchRunner
@@ -385,11 +419,21 @@ def reporting(parent: Connection) -> Iterator[None]:
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # a neighbour or the parent is gone; the parent, if alive, sees which
+        return  # the parent is gone
+    except LinkLost as error:
+        _report(parent, "link", str(error))
     except InputError as error:
         _report(parent, "input", str(error))
     except Exception as error:
-        _report(parent, "failure", f"{error} [{traceback.format_exc(limit=-2).strip().splitlines()[-1]}]")
+        text = str(error) if isinstance(error, StepFailed) else f"with {said(error)}"
+        place = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
+        _report(parent, "failure", f"{text} [{os.path.basename(place.filename)}:{place.lineno}]")
+
+
+def said(error: BaseException) -> str:
+    """An error in words: running out of memory, for one, may come without any."""
+    text, kind = str(error), type(error).__name__
+    return text if text and type(error) is RuntimeError else f"{kind}: {text}" if text else kind
 
 
 def _report(parent: Connection, kind: str, text: str) -> None:

@@ -64,6 +64,13 @@ class Agreement:
         rows = [self.names.index(name) for name in names]
         return replace(self, names=tuple(names), tokens=self.tokens[rows])
 
+    def after(self, num_tokens: int) -> Agreement:
+        """What is left once the target's first ``num_tokens`` tokens are part of the prompt."""
+        told = tuple(self.tokens[-1, :num_tokens].tolist())
+        return replace(self, prompt_length=self.prompt_length + num_tokens, tokens=self.tokens[:, num_tokens:],
+                       budget=max(self.budget - num_tokens, 0),
+                       prompt_tokens=(*self.prompt_tokens, *told) if self.prompt_tokens else ())
+
     def rate(self, name: str) -> float | None:
         """Share of positions where this stage's choice is the target's; None without proposals."""
         row = self.tokens[self.names.index(name)]

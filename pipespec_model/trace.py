@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,8 @@ class PromptRecord:
 
     total_s : from the request to its last token, prefill included; ttft_s : to its first token
     counters : per stage, see protocol.Counters
+    carried : of its tokens, those that an attempt that failed had decided already (execute/retry.py); their steps
+        are in no record, their time is in total_s
     near_tie_margin : target's top-2 margin per emitted token where it was recorded
     """
 
@@ -70,6 +73,7 @@ class PromptRecord:
     category: str = ""
     repeat: int = 0
     margins: list[float] | None = None
+    carried: int = 0
 
 
 @dataclass
@@ -119,16 +123,17 @@ class Trace:
 
 
 class TraceWriter:
-    """Appends a prompt at a time; the file is whole after each.
+    """Appends a prompt at a time; the file is whole after each, also after one that found no room.
 
-    An existing file is first cut to its last whole prompt, so that what a killed run left behind
-    neither tears the file nor counts twice.
+    Raises OSError with the file's name.  An existing file is first cut to its last whole prompt, so that what
+    a killed run left behind neither tears the file nor counts twice.
     """
 
     def __init__(self, path: str | Path, trace: Trace) -> None:
         self.path = Path(path)
         fresh = not self.path.exists() or _cut_to_whole(self.path) == 0
-        self._file = self.path.open("a", encoding="utf-8")
+        # Without a buffer of its own: what a full disk refuses must not be tried again as the file is closed.
+        self._file = self.path.open("ab", buffering=0)
         if fresh:
             self._write([trace.header()])
 
@@ -143,8 +148,15 @@ class TraceWriter:
         self._write(records)
 
     def _write(self, records: Iterable[dict[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
-        self._file.flush()
+        data = memoryview("".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode())
+        whole = self._file.tell()
+        try:
+            while data:
+                data = data[self._file.write(data):]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(whole)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         self._file.close()
