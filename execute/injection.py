@@ -41,18 +41,26 @@ class Strike:
 
     def sample_s(self, width: int, context: int, draw: float) -> float:
         if context >= self.context and not self.mark.exists():
-            self.mark.write_text(repr(time.monotonic()), encoding="utf-8")
+            leave(self.mark)
             self._slow = SLOW_STEPS if self.kind == "slow" else 0
             KINDS[self.kind]()
         self._slow = max(self._slow - 1, 0)
         return self.seconds * (SLOWER if self._slow else 1.0)
 
 
+@dataclass(frozen=True)
 class Unloadable(Script):
-    """A stage that raises while it loads."""
+    """A stage that raises while it loads; ``mark`` as of a Strike."""
+
+    mark: Path = Path(os.devnull)
 
     def runner(self) -> ScriptedRunner:
+        leave(self.mark)
         raise ValueError("the weights are damaged")
+
+
+def leave(mark: Path) -> None:
+    mark.write_text(repr(time.monotonic()), encoding="utf-8")
 
 
 def _fail() -> None:

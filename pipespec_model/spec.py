@@ -22,8 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from .errors import InputError
+from .errors import InputError, shown
 
+MOST_ALIASED_VALUES = 100_000
 Strategy = Literal["autoregressive", "speculative", "pipelined"]
 Handshake = Literal["overlapped", "blocking"]
 S = TypeVar("S", bound=BaseModel)
@@ -305,7 +306,7 @@ def _first(error: ValidationError) -> str:
         return f"{field} is not a known key: remove it or mend its spelling"
     rule = message.replace("Input should be", "must be").replace("Field required", "is required")
     rule = rule.replace("greater than or equal to", ">=").replace("less than or equal to", "<=")
-    return f"{field} {rule}, got {item['input']!r}"
+    return f"{field} {rule}, got {shown(item['input'])}"
 
 
 def load_pipeline(path: str | Path) -> PipelineSpec:
@@ -328,13 +329,32 @@ def read_document(path: str | Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(str(path), f"must be a readable text file ({error})") from None
     try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}", f"must be JSON ({error.msg})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise InputError(where, f"must be YAML ({getattr(error, 'problem', None) or 'cannot be read'})") from None
+    except RecursionError:
+        raise InputError(str(path), "must not be nested so deeply") from None
+    except ValueError as error:  # a number of thousands of digits, the 99th of a month
+        raise InputError(str(path), f"must hold values that can be read ({error})") from None
+    if path.suffix != ".json" and "*" in text:
+        _check_size(data, path)
+    return data
+
+
+def _check_size(data: Any, path: Path) -> None:
+    """Refuse aliases that multiply, or that hold themselves: what is small in a file must not fill the memory."""
+    left, count = [data], 0
+    while left:
+        item = left.pop()
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        count += len(inner)
+        if count > MOST_ALIASED_VALUES:
+            raise InputError(str(path), f"must hold at most {MOST_ALIASED_VALUES:,} values, aliases written out")
+        left += inner
 
 
 def _from_models_json(entries: list[Any], path: str) -> dict[str, Any]:
@@ -345,7 +365,11 @@ def _from_models_json(entries: list[Any], path: str) -> dict[str, Any]:
         unknown = set(entry) - {"path", "devices", "dtype", "quantize"}
         if unknown:
             raise InputError(f"{path}: {i}.{min(unknown)}", "is not a known key")
+        if not isinstance(entry["path"], str):
+            raise InputError(f"{path}: {i}.path", "must be text", entry["path"])
         devices = entry.get("devices") or ["cpu"]
+        if not isinstance(devices, list):
+            raise InputError(f"{path}: {i}.devices", "must be a list", devices)
         if len(devices) > 1:
             raise InputError(f"{path}: {i}.devices", "must name one device: a stage over several is not supported",
                              devices)

@@ -31,7 +31,7 @@ import numpy as np
 import typer
 
 from execute.fleet import Fleet, new_trace
-from execute.injection import Strike, Unloadable
+from execute.injection import Strike, Unloadable, leave
 from execute.prompts import Prompt
 from execute.retry import run_with_retries
 from execute.scripted import Script
@@ -45,6 +45,7 @@ from pipespec_model.trace import TraceWriter, load_trace
 STEP_S = 0.004
 PATIENCE_S = 1.0
 WITHIN_S = 5.0
+GONE_S = 1.0  # Python's resource tracker ends after the process that it works for
 BUDGETS = (8, 120, 8)
 PROMPT_LENGTH = 3
 STAGES = [StageSpec(name=f"s{i}", model=f"scripted-{i}") for i in range(3)]
@@ -128,7 +129,7 @@ class Case:
     def scripts(self) -> dict[str, Script]:
         out: dict[str, Script] = {stage.name: Script(Constant(STEP_S)) for stage in STAGES}
         if self.strike == "load":
-            out[self.victim] = Unloadable(Constant(STEP_S))
+            out[self.victim] = Unloadable(Constant(STEP_S), mark=self.mark)
         elif self.strike:
             out[self.victim] = Script(Strike(self.strike, STEP_S, self.context, self.mark))
         return out
@@ -181,7 +182,7 @@ def finish(case: Case, fleet: Fleet, retries: int = 0) -> None:
             made = run_with_retries(fleet, case.spec, prompt, max_new_tokens=BUDGETS[n], retries=retries, number=n,
                                     agreement=agreement, on_text=show, on_failure=tell)
             if case.kind.name == "disk full" and n == 1 and not case.mark.exists():
-                case.mark.write_text(repr(time.monotonic()), encoding="utf-8")
+                leave(case.mark)
             writer.append(*made)
 
 
@@ -205,7 +206,7 @@ def examine(case: Case, spare: Fleet) -> tuple[list[str], float | None]:
             status = process.wait(timeout=60)
             seconds = time_from_strike(case, process.pid, seen)
             wrong = judge(case, lines, status, seconds)
-            if group(process.pid):
+            if not all_gone(process.pid, GONE_S):
                 wrong.append("a process is left")
         finally:
             for pid in group(process.pid):
@@ -238,7 +239,7 @@ def strike_parent(case: Case, process: subprocess.Popen[str]) -> None:
         return
     while not (case.folder / "under way").exists() and process.poll() is None:
         time.sleep(0.002)
-    case.mark.write_text(repr(time.monotonic()), encoding="utf-8")
+    leave(case.mark)
     if case.kind.name == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -258,8 +259,7 @@ def said_by(process: subprocess.Popen[str]) -> tuple[list[str], float]:
 def time_from_strike(case: Case, pid: int, seen: float) -> float | None:
     """Of a stage that is slow there is nothing to see; where the parent was killed the end of all is seen."""
     if case.kind.status is None:
-        while group(pid) and time.monotonic() - seen < 2 * WITHIN_S:
-            time.sleep(0.005)
+        all_gone(pid, 2 * WITHIN_S)
         seen = time.monotonic()
     if case.kind.status == 0 or not case.mark.exists():
         return None
@@ -276,7 +276,7 @@ def judge(case: Case, lines: list[str], status: int, seconds: float | None) -> l
     text = lines[0] if lines else ""
     wanted = [part.format(stage=case.victim, prompt="p1") for part in case.kind.said]
     wrong += [f"lacks {part!r}" for part in wanted if part not in text]
-    if case.strike != "load" and not case.mark.exists():
+    if not case.mark.exists():
         wrong.append("was never struck")
     elif seconds is not None and seconds > case.kind.within_s:
         wrong.append(f"took {seconds:.2f} s")
@@ -305,6 +305,13 @@ def kept_and_resumed(case: Case, kept: bytes, spare: Fleet) -> list[str]:
     if [record.tokens for record in trace.prompts] != [answer(n) for n in range(len(BUDGETS))]:
         wrong.append("wrong tokens after all")
     return wrong
+
+
+def all_gone(session: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while group(session) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return not group(session)
 
 
 def group(session: int) -> list[int]:

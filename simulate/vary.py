@@ -19,6 +19,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.profile import Costs
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 
+MOST_VALUES = 1_000_000  # of one range
 Value = float | int | str | bool
 """What a field can be set to."""
 
@@ -96,16 +97,19 @@ def _range(path: str, text: str) -> tuple[tuple[Value, ...], tuple[float, float]
     ends, _, count = text.partition(":")
     low, high = (_scalar(part) for part in (ends.split("..", 1)))
     for end in (low, high):
-        if isinstance(end, bool) or not isinstance(end, int | float) or not np.isfinite(end):
+        if isinstance(end, bool) or not isinstance(end, int | float) or not abs(end) < 1e300:
             raise InputError(f"--vary {path}", "must have numbers at both ends of a range", text)
     if low > high:  # type: ignore[operator]  # both are numbers, as just checked
         raise InputError(f"--vary {path}", "must not be an empty range", text, "write the smaller end first")
     whole = isinstance(low, int) and isinstance(high, int)
+    wanted = count.strip() or str(int(high - low) + 1)  # type: ignore[operator]
+    if wanted.isdecimal() and int(wanted[:20]) > MOST_VALUES:
+        raise InputError(f"--vary {path}", f"must have at most {MOST_VALUES:,} values", text)
     if not count:
         if not whole:
             raise InputError(f"--vary {path}", "must say how many points", text, f"e.g. {ends}:10")
         return tuple(range(low, high + 1)), None  # type: ignore[arg-type,operator]  # whole numbers
-    if not count.strip().isdigit() or int(count) < 1:
+    if not count.strip().isdecimal() or int(count) < 1:
         raise InputError(f"--vary {path}", "must have a whole number >= 1 of points", text)
     points = np.linspace(float(low), float(high), int(count))
     if whole and np.array_equal(points, np.rint(points)):
@@ -118,7 +122,7 @@ def _scalar(text: str) -> Value:
     text = text.strip()
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # also the 99th of a month, and a number of thousands of digits
         value = text
     if isinstance(value, str):
         try:
@@ -146,7 +150,7 @@ def targets(path: str, spec: PipelineSpec) -> tuple[str, tuple[int, ...]]:
         return name, tuple(range(len(names)))
     if where in names:
         return name, (names.index(where),)
-    if where.isdigit() and int(where) < len(names):
+    if where.isdecimal() and int(where) < len(names):
         return name, (int(where),)
     known = ", ".join([*(str(i) for i in range(len(names))), *names, "*"]) if names else "none: there is one stage"
     raise InputError(f"--vary {path}: {where}", f"must be one of {known}")

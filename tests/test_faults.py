@@ -174,3 +174,14 @@ def test_interrupt_ends_with_130(tiny, tmp_path: Path, interruptible: None, mome
     # Before it, what had begun meanwhile.
     assert rest[-1] == "pipespec validate: interrupted; what was finished is kept"
     assert all(line.startswith(("calibrat", "recording", "measuring")) for line in rest[:-1])
+
+
+@pytest.mark.parametrize("kinds", ["stage killed,stage hung", "stage out of memory,stage raises"])
+def test_a_few_rows_of_the_fault_table(kinds: str) -> None:
+    """Each kind has its stated outcome, once left alone and once with a retry from the committed prefix."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, str(root / "scripts" / "fault_table.py"), "--repetitions=2",
+                           f"--kinds={kinds}"], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(root)})
+    passed, _, of, *_ = done.stdout.splitlines()[-1].split()
+    assert passed == of, done.stdout
