@@ -100,7 +100,7 @@ def test_arguments_out_of_range_are_refused(call, words: str):
 
 
 @pytest.mark.parametrize("name", [
-    "closed_form", "acceptance", "uniforms", "latency",
+    "closed_form", "acceptance", "coupling", "uniforms", "latency",
 ])
 def test_doctests_run(name: str):
     """The examples in the documentation are true, and there are some."""
