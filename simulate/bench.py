@@ -23,7 +23,6 @@ from pipespec_model.latency import Affine, Constant, LatencyModel
 from pipespec_model.profile import Profile, StageLatency
 from pipespec_model.spec import PipelineSpec
 
-from .compiled import encode, outcome_of, prepare
 from .engine import PromptRun
 from .run import agreements_for
 
@@ -96,6 +95,8 @@ def simpy_events(case: BenchCase) -> int:
 
 def run_compiled(case: BenchCase) -> tuple[int, int]:
     """Tokens and events of the case's share of the compiled engine."""
+    from .compiled import encode, outcome_of  # loads numba, which a command's help does without
+
     figures = outcome_of(encode(case.pipeline, case.profile, num_prompts=1, num_tokens=case.num_tokens[1],
                                 seeds=range(case.num_seeds[1]), agreements=case.prompts or None)).figures
     return int(figures[:, 2].sum()), int(figures[:, 4].sum())
@@ -130,6 +131,8 @@ def bench_command(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Simulated tokens and events a second of both engines, and their ratio, on one core."""
+    from .compiled import prepare
+
     typer.echo("compiled engine: loading, or compiling (once, about 20 s) …", err=True)
     seconds = prepare()
     typer.echo("compiled engine: " + ("found on disk" if seconds is None else f"compiled in {seconds:.1f} s"), err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -12,8 +12,10 @@ from pipespec_model.cli import make_folder, print_json, progress_bar
 from pipespec_model.fair import SERIAL_SHARE
 from pipespec_model.spec import dump_pipeline, load_pipeline
 
-from .plan import Aim, Choice, Effort, Plan, plan
 from .run import read_profile
+
+if TYPE_CHECKING:
+    from .plan import Choice, Plan
 
 FIGURES = {"per-device": ("tokens_per_s_per_device", "tokens/s\na device"),
            "energy": ("joules_per_token", "J a\ntoken"), "cost": ("cost_per_million_tokens", "cost of\n10⁶ tokens")}
@@ -38,8 +40,9 @@ def plan_command(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Rank every pipeline that the profile's models allow, autoregressive and synchronous ones among them."""
-    from .candidates import Catalogue, Limits
+    from .candidates import Catalogue, Limits  # numba loads when a plan is asked for
     from .doubt import Doubt
+    from .plan import Aim, Effort, plan
 
     known = {stage.name: stage for stage in load_pipeline(stages).stages} if stages else {}
     limits = Limits(devices, memory * 1e9 if memory is not None else None, serial_share)
