@@ -20,6 +20,7 @@ from pipespec_model.profile import Costs, Profile, StageLatency
 from pipespec_model.spec import PipelineSpec
 from simulate.arrivals import poisson_s
 from simulate.engine import PromptRun
+from simulate.machine import to_ns
 from simulate.traffic import Policy, Served, Traffic
 
 ONE = PipelineSpec.from_dict({"strategy": "autoregressive", "stages": [{"name": "t", "model": "t"}]})
@@ -149,9 +150,10 @@ def test_laws_of_random_traffic(drawn: Drawn, in_flight: int | None, discipline:
         assert item.record.tokens == alone.run()[0].tokens
     events = [event for item in served for event in item.log or []]
     for stage in range(len(drawn.pipeline.stages)):
-        steps = sorted((item.arrived_ns / 1e9 + (step.start_s or 0.0), step.duration_s)
+        # In whole nanoseconds, as the engine counts: steps of no length sort before what begins at the same instant.
+        steps = sorted((item.arrived_ns + to_ns(step.start_s or 0.0), to_ns(step.duration_s))
                        for item in served for step in item.steps if step.stage == stage)
-        assert all(start + length <= after + 1e-9 for (start, length), (after, _) in pairwise(steps))
+        assert all(start + length <= after for (start, length), (after, _) in pairwise(steps))
         assert sum(event[1] == stage and event[2].startswith("start") for event in events) == sum(
             event[1] == stage and event[2] == "end" for event in events)
     if in_flight is not None:
