@@ -15,13 +15,14 @@ from pipespec_model.spec import PipelineSpec, dump_pipeline, load_pipeline
 from pipespec_model.trace import load_trace, save_trace
 
 from .bench import bench_command
-from .choose import choose_lookaheads
+from .choose import chosen
 from .estimate import estimate_command
 from .figures import figures
 from .plan_command import plan_command
 from .run import agreements_for, read_profile, replication_prompts, simulate
 from .sweep_command import sweep_command
 from .timeline import save_chrome_trace, save_timeline
+from .traffic_command import traffic_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 ProfileFile = Annotated[Path, typer.Option(help="profile.json of a calibration, or one written by hand")]
@@ -85,14 +86,6 @@ def _answer(result: dict[str, Any], as_json: bool) -> None:
     print(f"{result['strategy']} {result['pipeline']}, {result['model']}: {result['tokens_per_s']:.1f} tokens per "
           f"second, {result['speedup']:.2f}× autoregressive, "
           f"{result['mean_acceptance_length']:.2f} tokens a target step")
-
-
-def chosen(spec: PipelineSpec, profile: Profile) -> PipelineSpec:
-    """The pipeline with every ``auto`` lookahead chosen; says so on stderr."""
-    made = choose_lookaheads(spec, profile, agreements_for(spec, profile, num_prompts=12, num_tokens=64, seed=0))
-    if made != spec:
-        typer.echo(f"lookahead: {', '.join(str(link.lookahead) for link in made.links)}", err=True)
-    return made
 
 
 @app.command("resolve")
@@ -181,6 +174,7 @@ def plot_command(
 app.command("sweep")(sweep_command)
 app.command("estimate")(estimate_command)
 app.command("plan")(plan_command)
+app.command("traffic")(traffic_command)
 app.command("bench")(bench_command)
 
 

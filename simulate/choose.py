@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import typer
+
 from pipespec_model import metrics
 from pipespec_model.agreement import Agreement
 from pipespec_model.profile import Profile
 from pipespec_model.spec import AUTO, PipelineSpec
 
-from .run import simulate
+from .run import agreements_for, simulate
 
 MOST = 12  # a longer window than this pays for no drafter short of perfect
 
@@ -42,3 +44,11 @@ def choose_lookaheads(pipeline: PipelineSpec, profile: Profile, prompts: Sequenc
             tried = [[*chosen[:i], number, *chosen[i + 1 :]] for number in wide]
             chosen = max(tried, key=speed)
     return pipeline.with_lookaheads(chosen)
+
+
+def chosen(spec: PipelineSpec, profile: Profile) -> PipelineSpec:
+    """The pipeline with every ``auto`` lookahead chosen; says so on stderr."""
+    made = choose_lookaheads(spec, profile, agreements_for(spec, profile, num_prompts=12, num_tokens=64, seed=0))
+    if made != spec:
+        typer.echo(f"lookahead: {', '.join(str(link.lookahead) for link in made.links)}", err=True)
+    return made

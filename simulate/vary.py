@@ -63,15 +63,26 @@ def axis(path: str, values: str | Sequence[Value]) -> Axis:
     if not isinstance(values, str):
         found = tuple(item.item() if isinstance(item, np.generic) else item for item in values)
         span = None
-    elif ".." in values:
-        found, span = _range(path, values)
     else:
-        found, span = tuple(_scalar(part) for part in values.split(",") if part.strip()), None
-    if not found:
-        raise InputError(f"--vary {path}", "must have at least one value")
-    if len(set(found)) < len(found):
-        raise InputError(f"--vary {path}", "must not name a value twice", list(found))
+        found, span = parse_values(f"--vary {path}", values)
+    _distinct(f"--vary {path}", found)
     return Axis(path, found, span)
+
+
+def parse_values(option: str, text: str) -> tuple[tuple[Value, ...], tuple[float, float] | None]:
+    """The values of a range or a list, and a range's ends where any number between them makes sense."""
+    if ".." in text:
+        return _range(option, text)
+    found = tuple(_scalar(part) for part in text.split(",") if part.strip())
+    _distinct(option, found)
+    return found, None
+
+
+def _distinct(option: str, values: Sequence[Value]) -> None:
+    if not values:
+        raise InputError(option, "must have at least one value")
+    if len(set(values)) < len(values):
+        raise InputError(option, "must not name a value twice", list(values))
 
 
 def parse_vary(text: str) -> Axis:
@@ -93,24 +104,24 @@ def axes_of(vary: Mapping[str, str | Sequence[Value]] | Sequence[Axis]) -> tuple
     return made
 
 
-def _range(path: str, text: str) -> tuple[tuple[Value, ...], tuple[float, float] | None]:
+def _range(option: str, text: str) -> tuple[tuple[Value, ...], tuple[float, float] | None]:
     ends, _, count = text.partition(":")
     low, high = (_scalar(part) for part in (ends.split("..", 1)))
     for end in (low, high):
         if isinstance(end, bool) or not isinstance(end, int | float) or not abs(end) < 1e300:
-            raise InputError(f"--vary {path}", "must have numbers at both ends of a range", text)
+            raise InputError(option, "must have numbers at both ends of a range", text)
     if low > high:  # type: ignore[operator]  # both are numbers, as just checked
-        raise InputError(f"--vary {path}", "must not be an empty range", text, "write the smaller end first")
+        raise InputError(option, "must not be an empty range", text, "write the smaller end first")
     whole = isinstance(low, int) and isinstance(high, int)
     wanted = count.strip() or str(int(high - low) + 1)  # type: ignore[operator]
     if wanted.isdecimal() and int(wanted[:20]) > MOST_VALUES:
         raise InputError(f"--vary {path}", f"must have at most {MOST_VALUES:,} values", text)
     if not count:
         if not whole:
-            raise InputError(f"--vary {path}", "must say how many points", text, f"e.g. {ends}:10")
+            raise InputError(option, "must say how many points", text, f"e.g. {ends}:10")
         return tuple(range(low, high + 1)), None  # type: ignore[arg-type,operator]  # whole numbers
     if not count.strip().isdecimal() or int(count) < 1:
-        raise InputError(f"--vary {path}", "must have a whole number >= 1 of points", text)
+        raise InputError(option, "must have a whole number >= 1 of points", text)
     points = np.linspace(float(low), float(high), int(count))
     if whole and np.array_equal(points, np.rint(points)):
         return tuple(int(x) for x in points), None
