@@ -62,20 +62,17 @@ def axis(path: str, values: str | Sequence[Value]) -> Axis:
     """An axis from a text as on the command line, or from the values themselves."""
     if not isinstance(values, str):
         found = tuple(item.item() if isinstance(item, np.generic) else item for item in values)
-        span = None
-    else:
-        found, span = parse_values(f"--vary {path}", values)
-    _distinct(f"--vary {path}", found)
-    return Axis(path, found, span)
+        _distinct(f"--vary {path}", found)
+        return Axis(path, found)
+    return Axis(path, *parse_values(f"--vary {path}", values))
 
 
 def parse_values(option: str, text: str) -> tuple[tuple[Value, ...], tuple[float, float] | None]:
     """The values of a range or a list, and a range's ends where any number between them makes sense."""
-    if ".." in text:
-        return _range(option, text)
-    found = tuple(_scalar(part) for part in text.split(",") if part.strip())
+    found, span = _range(option, text) if ".." in text else (
+        tuple(_scalar(part) for part in text.split(",") if part.strip()), None)
     _distinct(option, found)
-    return found, None
+    return found, span
 
 
 def _distinct(option: str, values: Sequence[Value]) -> None:
@@ -115,7 +112,7 @@ def _range(option: str, text: str) -> tuple[tuple[Value, ...], tuple[float, floa
     whole = isinstance(low, int) and isinstance(high, int)
     wanted = count.strip() or str(int(high - low) + 1)  # type: ignore[operator]
     if wanted.isdecimal() and int(wanted[:20]) > MOST_VALUES:
-        raise InputError(f"--vary {path}", f"must have at most {MOST_VALUES:,} values", text)
+        raise InputError(option, f"must have at most {MOST_VALUES:,} values", text)
     if not count:
         if not whole:
             raise InputError(option, "must say how many points", text, f"e.g. {ends}:10")
