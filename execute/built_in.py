@@ -26,7 +26,7 @@ def stages(model: str, dtype: str, *, threads: int) -> tuple[StageSpec, StageSpe
     """The lookup, the int8 copy and the model itself."""
     return (
         StageSpec(name="lookup", model=model, drafter="prompt-lookup", dtype=dtype),
-        # Of the float32 weights whatever the target's type: that is what dynamic quantisation takes.
+        # Of the float32 weights whatever the target's type: that is what the quantised layers are made from.
         StageSpec(name="int8", model=model, quantize="int8", threads=threads),
         StageSpec(name="full", model=model, dtype=dtype, threads=threads),
     )

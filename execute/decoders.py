@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from .int8 import Int8Linear, int8_model
 from .linear import PackedLinear, can_pack
-from .loading import int8_linear, int8_model
 from .skips import KEEP_ALL, SkipSet
 
 Linear = Callable[[Tensor], Tensor]
@@ -100,7 +100,8 @@ class Rows:
     """Where the tokens of one pass stand.
 
     start, end : the rows of the cache that they write
-    mask : what each sees of the rows before ``end``, boolean; None = all of them
+    mask : what each sees of the rows before ``end``, boolean; None = all of them, or with attention one by one
+        those up to its own
     cos, sin : of their positions
     """
 
@@ -194,10 +195,25 @@ def _share(fused: nn.Linear, linears: Sequence[nn.Linear]) -> None:
         row += linear.out_features
 
 
+def _seen(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """What attention gathers, ``[width, heads * size]``.
+
+    queries : ``[width, kv heads, group, size]``; keys, values : ``[rows, kv heads, size]``
+    mask : ``[group * width, rows]``
+    """
+    width, kv_heads, group, size = queries.shape
+    seen = F.scaled_dot_product_attention(
+        queries.permute(1, 2, 0, 3).reshape(1, kv_heads, group * width, size), keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None], attn_mask=mask)
+    return seen.view(kv_heads, group, width, size).permute(2, 0, 1, 3).reshape(width, kv_heads * group * size)
+
+
 class LlamaDecoder:
     """The Llama architecture, batch 1.
 
-    int8 : linear layers dynamically quantised (weights per output channel)
+    int8 : linear layers quantised (execute.int8).  Attention then takes the tokens of a step one by one: rounded
+        to eight bits, the last bit of a float can become a whole level, so tokens' results are only the same in
+        steps of every width if each takes the same operations.
     """
 
     def __init__(self, model: Any, *, int8: bool = False) -> None:
@@ -209,6 +225,7 @@ class LlamaDecoder:
         self._eps = config.rms_norm_eps
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = torch.empty(0)
+        self._one_by_one = int8
         self.linears: list[Any] = []
 
         pack = not int8 and can_pack(model)
@@ -217,7 +234,7 @@ class LlamaDecoder:
             fused = _fused(*linears)
             if not int8:
                 _share(fused, linears)
-            self.linears.append(int8_linear(fused) if int8 else PackedLinear(fused) if pack else fused)
+            self.linears.append(Int8Linear(fused) if int8 else PackedLinear(fused) if pack else fused)
             return self.linears[-1]
 
         self._layers = [
@@ -252,7 +269,7 @@ class LlamaDecoder:
     def rows(self, start: int, width: int) -> Rows:
         """New tokens that follow ``start`` cached ones."""
         group = self._heads // self._kv_heads
-        mask = self._mask(width, start, group) if width > 1 else None
+        mask = self._mask(width, start, group) if width > 1 and not self._one_by_one else None
         return Rows(start, start + width, mask, *self._rotation(start, start + width))
 
     def rivals(self, positions: Sequence[int], at: int) -> Rows:
@@ -273,12 +290,12 @@ class LlamaDecoder:
         keys[rows.start : rows.end] = turned[:, heads:]
         values[rows.start : rows.end] = y[:, heads + kv_heads :]
         # The heads that share a key-value head become further query rows of it.
-        group = heads // kv_heads
-        queries = turned[:, :heads].view(width, kv_heads, group, size).permute(1, 2, 0, 3)
-        seen = F.scaled_dot_product_attention(
-            queries.reshape(1, kv_heads, group * width, size), keys[: rows.end].transpose(0, 1)[None],
-            values[: rows.end].transpose(0, 1)[None], attn_mask=rows.mask)
-        seen = seen.view(kv_heads, group, width, size).permute(2, 0, 1, 3).reshape(width, heads * size)
+        queries = turned[:, :heads].view(width, kv_heads, heads // kv_heads, size)
+        if self._one_by_one and rows.mask is None:
+            seen = torch.cat([_seen(queries[i : i + 1], keys[: rows.start + i + 1], values[: rows.start + i + 1], None)
+                              for i in range(width)])
+        else:
+            seen = _seen(queries, keys[: rows.end], values[: rows.end], rows.mask)
         return x + project(seen)
 
     def mlp(self, index: int, x: Tensor) -> Tensor:

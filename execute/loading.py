@@ -7,7 +7,6 @@ cannot be rolled back (sliding window, recurrent, hybrid) are refused before the
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,25 +133,3 @@ def check_can_roll_back(config: Any, name: str) -> None:
     if bad:
         raise InputError(f"model {name!r}", f"must have a cache that can roll back; it has layers of type {bad[0]}",
                          mend="use a model whose layers all attend to everything")
-
-
-def int8_model(model: Any) -> Any:
-    """A copy with dynamically int8-quantised linear layers, weights per output channel.
-
-    The activation scale is one number a tensor: wide steps are coarser than narrow ones, and a whole
-    prompt in one pass is badly wrong.  So the prompt goes through the float model and the cache is
-    shared (docs/lab-notes.md has the agreement of each way).
-    """
-    with warnings.catch_warnings():
-        # The eager quantisation API is marked for removal; torchao's replacement is slower than
-        # float32 here at one token a step (docs/lab-notes.md), so it stays until it is gone.
-        warnings.simplefilter("ignore")
-        from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
-
-        return quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear: per_channel_dynamic_qconfig},
-                                dtype=torch.qint8)
-
-
-def int8_linear(linear: torch.nn.Linear) -> Any:
-    """One quantised layer; see int8_model."""
-    return int8_model(torch.nn.Sequential(linear))[0]

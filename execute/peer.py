@@ -148,7 +148,8 @@ def assistant(drafter: StageSpec, lookahead: int) -> Any:
     """The drafter as an assistant that always drafts ``lookahead`` tokens, however sure it is."""
     from transformers import GenerationConfig
 
-    from .loading import int8_model, load_model
+    from .int8 import int8_model
+    from .loading import load_model
 
     model = load_model(drafter)
     made = int8_model(model) if drafter.quantize == "int8" else model

@@ -101,8 +101,8 @@ class TorchRunner:
 def teacher_forced(runner: TorchRunner, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
     """What the stage would choose at each position of ``answer`` given its prefix, one token a step.
 
-    One position at a time because a dynamically quantised drafter's choice depends on how many
-    positions go through at once.
+    One position at a time because some models' choices depend on how many positions go through at once
+    (quantised ones that are not of the Llama architecture, near-ties of any).
 
     Returns
     -------

@@ -152,6 +152,8 @@ def test_a_runner_is_made_with_its_stage_s_options(tiny) -> None:
     weights and cache are."""
     import torch
 
+    from execute.int8 import Int8Linear
+
     text = [1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3]
     proposed = []
     for longest in (2, 3):
@@ -163,8 +165,8 @@ def test_a_runner_is_made_with_its_stage_s_options(tiny) -> None:
     int8 = make_runner(stage("q", tiny["near"], quantize="int8"), None, None)
     assert half.prefill.new_cache().keys.dtype == torch.bfloat16
     assert half.vocabulary == 20
-    assert all(isinstance(x, torch.ao.nn.quantized.dynamic.Linear) for x in int8.step.linears)
-    assert not any(isinstance(x, torch.ao.nn.quantized.dynamic.Linear) for x in int8.prefill.linears)
+    assert all(isinstance(x, Int8Linear) for x in int8.step.linears)
+    assert not any(isinstance(x, Int8Linear) for x in int8.prefill.linears)
 
 
 @pytest.fixture(scope="module")
@@ -645,10 +647,10 @@ def test_int8_weights_have_a_scale_a_channel(int8, reference) -> None:
     model that it was made from is left as it was."""
     import torch
 
-    from execute.loading import int8_model
+    from execute.int8 import Int8Linear, int8_model
 
     generic = [layer.weight() for layer in int8_model(reference).modules()
-               if isinstance(layer, torch.ao.nn.quantized.dynamic.Linear)]
+               if isinstance(layer, Int8Linear)]
     fused = [linear.weight() for linear in int8.step.linears]
     assert (len(generic), len(fused)) == (3 * 7 + 1, 3 * 4 + 1)
     assert reference.lm_head.weight.dtype == torch.float32

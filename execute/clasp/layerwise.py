@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from execute.decoders import InPlaceCache, LayeredDecoder, LlamaDecoder, Rows, forward_layers, rivals_mask, supported
-from execute.loading import check_can_roll_back, int8_model
+from execute.int8 import int8_model
+from execute.loading import check_can_roll_back
 from execute.skips import KEEP_ALL, SkipSet
 from pipespec_model.errors import InputError
 
@@ -28,7 +29,7 @@ def layered(model: Any) -> LayeredDecoder:
 
 
 def layered_int8(model: Any) -> LayeredDecoder:
-    """The same with int8 weights (execute.loading.int8_model)."""
+    """The same with int8 weights (execute.int8)."""
     return LlamaDecoder(model, int8=True) if supported(model) else LayerwiseDecoder(int8_model(model), proven=True)
 
 
