@@ -14,6 +14,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from .errors import InputError
+
+NONE = 1e-300  # what is less probable is taken for impossible: quotients stay finite
+
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> float:
     """TV = ½ Σ |p − q|, in [0, 1].
@@ -47,7 +51,7 @@ def shared_noise_agreement(p: ArrayLike, q: ArrayLike) -> float:
     0.3333
     """
     p, q = np.asarray(p, dtype=float), np.asarray(q, dtype=float)
-    both = (p > 0) & (q > 0)
+    both = (p > NONE) & (q > NONE)
     if not both.any():
         return 0.0
     ratio = p[both] / q[both]
@@ -58,6 +62,27 @@ def shared_noise_agreement(p: ArrayLike, q: ArrayLike) -> float:
     at_least = a[::-1].cumsum()[::-1] + only_p  # Σ p over the tokens whose ratio is as great, this one included
     below = b.cumsum() - b + only_q  # Σ q over those whose ratio is less
     return float((1 / (at_least / a + below / b)).sum())
+
+
+def same_draw(p: ArrayLike, q: ArrayLike, token: int) -> float:
+    """The probability that ``argmax(log q + g)`` is ``token`` too, given that ``argmax(log p + g)`` is.
+
+    Notes
+    -----
+    By the law above, 1 / Σ_w max(p_w, q_w p_v/q_v) for v = ``token``.  Over v drawn from p its mean is
+    :func:`shared_noise_agreement`.  Given a whole text, draws of different positions are independent, so these
+    probabilities along a text tell all that its drafts' fates have in common: Σ_v P(v) over p alone does not, as a
+    token decides what comes after it.
+
+    >>> same_draw([0.5, 0.5, 0], [0, 0.5, 0.5], 1)  # 1 / (0.5 + 0.5 + 0.5)
+    0.6666666666666666
+    """
+    p, q = np.asarray(p, dtype=float), np.asarray(q, dtype=float)
+    if not p[token] > NONE:
+        raise InputError("p", f"must be > 0 at token {token}, which was drawn", float(p[token]))
+    if not q[token] > NONE:
+        return 0.0
+    return float(min(1.0, 1 / np.maximum(p, q * (p[token] / q[token])).sum()))
 
 
 def shared_noise_bound(p: ArrayLike, q: ArrayLike) -> float:

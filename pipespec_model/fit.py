@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .acceptance import AcceptanceModel, Markov
-from .agreement import NO_PROPOSAL, Agreement
+from .agreement import Agreement
 from .between import OPTION, Between, end_of, joined, start_of, undisturbed
 from .errors import InputError
 from .latency import Observed, fit_line, fit_table
@@ -264,21 +265,20 @@ def _quantile(values: list[float], at: float) -> float:
 
 def _acceptance(agreement: Sequence[Agreement]) -> dict[str, AcceptanceModel]:
     """A Markov model per pair of recorded stages, along the target's path."""
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    counts: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
     for entry in agreement:
         for a, first in enumerate(entry.names):
             for b in range(a + 1, len(entry.names)):
-                mine = entry.tokens[a]
-                bits = (mine == entry.tokens[b]) & (mine != NO_PROPOSAL)
-                last = False
-                for bit in bits.tolist():
-                    counts[f"{first}>{entry.names[b]}"][2 * last + bit] += 1
-                    last = bit
+                # Expected numbers where probabilities are recorded: given the text, its positions are independent.
+                now = entry.hits(a, b)
+                last = np.concatenate([[0.0], now[:-1]]) if len(now) else now
+                counts[f"{first}>{entry.names[b]}"] += [
+                    float((before * after).sum()) for before in (1 - last, last) for after in (1 - now, now)]
     out: dict[str, AcceptanceModel] = {}
     for pair, (miss_miss, miss_hit, hit_miss, hit_hit) in counts.items():
         out[pair] = Markov(
-            after_accept_rate=hit_hit / (hit_miss + hit_hit) if hit_miss + hit_hit else 0.0,
-            after_reject_rate=miss_hit / (miss_miss + miss_hit) if miss_miss + miss_hit else 0.0,
+            after_accept_rate=float(hit_hit / (hit_miss + hit_hit)) if hit_miss + hit_hit else 0.0,
+            after_reject_rate=float(miss_hit / (miss_miss + miss_hit)) if miss_miss + miss_hit else 0.0,
         )
     return out
 

@@ -19,9 +19,11 @@ from .acceptance import IID, AcceptanceModel, acceptance_from_dict
 from .agreement import Agreement
 from .errors import InputError
 from .latency import LatencyModel, Roofline, Scaled, latency_from_dict, non_negative
-from .spec import LinkSpec, PipelineSpec, StageSpec, Strategy, read_document
+from .sampling import Sampling
+from .spec import LinkSpec, PipelineSpec, StageSpec, Strategy, checked, read_document
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # of version 1 is what says nothing of sampling
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Profile:
     slowness : by stage key, with the cores and without: how many times slower than undisturbed the machine
         was during calibration, as increasing quantiles; no entry = never disturbed
     memory_bytes : of a model's weights and cache, by choice key or stage name
+    sampling : how the recorded tokens were drawn; None = the best ones
     origin : ``assumed`` or ``fitted``; ``source`` says from what
     """
 
@@ -117,6 +120,7 @@ class Profile:
     slowness: dict[str, tuple[float, ...]] = field(default_factory=dict)
     memory_bytes: dict[str, float] = field(default_factory=dict)
     neighbour_rate: float = 0.9
+    sampling: Sampling | None = None
     origin: str = "assumed"
     source: str = ""
 
@@ -210,6 +214,7 @@ class Profile:
             "slowness": {key: list(value) for key, value in self.slowness.items()},
             "memory_bytes": dict(self.memory_bytes),
             "costs": {key: value.__dict__ for key, value in self.costs.items()},
+            "sampling": self.sampling.to_dict() if self.sampling else None,
             "agreement": [entry.to_dict() for entry in self.agreement],
         }
 
@@ -223,8 +228,8 @@ class Profile:
         if unknown:
             raise InputError(f"{where}: {unknown[0]}", f"is not a known key ({', '.join(sorted(known))})")
         version = data.get("version", PROFILE_VERSION)
-        if version != PROFILE_VERSION or isinstance(version, bool):
-            raise InputError(f"{where}: version", f"must be {PROFILE_VERSION}", version)
+        if version not in READABLE_VERSIONS or isinstance(version, bool):
+            raise InputError(f"{where}: version", f"must be {' or '.join(map(str, READABLE_VERSIONS))}", version)
         if not data.get("latency"):
             raise InputError(f"{where}: latency", "must hold at least one stage")
         try:
@@ -239,6 +244,7 @@ class Profile:
                 agreement=tuple(Agreement.from_dict(entry) for entry in data.get("agreement") or ()),
                 timing_spread=float(data.get("timing_spread", 0.0)),
                 neighbour_rate=float(data.get("neighbour_rate", 0.9)),
+                sampling=checked(Sampling, data["sampling"], "sampling:") if data.get("sampling") else None,
                 origin=data.get("origin", "assumed"), source=data.get("source", ""),
             )
             made.check()

@@ -11,6 +11,10 @@ pseudorandom number generators"), applied once per field.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -23,6 +27,7 @@ TOKEN = 4
 MACHINE = 5
 ARRIVAL = 6
 SAMPLE = 7
+SAME_DRAW = 8
 
 
 def mix(state: int, field: int) -> int:
@@ -55,3 +60,14 @@ def uniform(seed: int, prompt: int, stage: int, purpose: int, *index: int) -> fl
     False
     """
     return (word(seed, prompt, stage, purpose, *index) >> 11) * (1.0 / (1 << 53))
+
+
+def uniforms_along(seed: int, prompt: int, stage: int, purpose: int, count: int) -> NDArray[np.float64]:
+    """:func:`uniform` at the indices 0 … ``count`` − 1.
+
+    >>> float(uniforms_along(0, 1, 2, SAME_DRAW, 4)[3]) == uniform(0, 1, 2, SAME_DRAW, 3)
+    True
+    """
+    index: Any = np.arange(count, dtype=np.uint64)
+    words: Any = mix(_purpose(seed, prompt, stage, purpose), index)
+    return np.asarray((words >> np.uint64(11)) * (1.0 / (1 << 53)))

@@ -67,22 +67,28 @@ class Encoder:
         prompts : to replay, or how many are made up of ``num_tokens`` tokens
         first_number : of the first prompt; with the seed it chooses its luck
         """
-        plan = len(self.plans)
+        plan, first = len(self.plans), len(self.prompts)
         made_up = isinstance(prompts, int)
         count = prompts if isinstance(prompts, int) else len(prompts)
         self._plan(pipeline, profile, made_up)
-        places = range(len(self.prompts), len(self.prompts) + count)
+        numbers = range(first_number, first_number + count)
+        by_seed = 0  # places that each seed has for itself
         if isinstance(prompts, int):
-            places = range(places.start, places.start + 1)
             self.prompts.append((1, num_tokens, num_tokens, -1, 0, 0, 1.0 if num_tokens > 1 else 0.0))
+        elif any(agreement.same_draw is not None for agreement in prompts):
+            by_seed = count
+            for seed in seeds:
+                for number, agreement in zip(numbers, prompts, strict=True):
+                    self._prompt(agreement.drawn(seed, number))
         else:
             for agreement in prompts:
                 self._prompt(agreement)
         slow = any(profile.slowness_of(stage) != (1.0,) for stage in pipeline.stages)
-        for seed in seeds:
-            for i, number in enumerate(range(first_number, first_number + count)):
+        for turn, seed in enumerate(seeds):
+            for i, number in enumerate(numbers):
                 slowness = self._slowness(pipeline, profile, seed, number) if slow else -1
-                self.cases.append((plan, places[0 if made_up else i], seed, number, slowness))
+                place = first if made_up else first + turn * by_seed + i
+                self.cases.append((plan, place, seed, number, slowness))
 
     def _slowness(self, pipeline: PipelineSpec, profile: Profile, seed: int, number: int) -> int:
         place = len(self.numbers)

@@ -37,6 +37,7 @@ Event = tuple[int, int, str, int]
 class PromptRun:
     """One prompt through a pipeline; :meth:`run` returns its records.
 
+    agreement : what its stages choose; drawn from its probabilities where it has them
     prompt : its number, in the order of arrival where several share a machine
     spread : draw step times, and how slow the machine is, from their distributions; False = their means
     slowness : by stage, how many times slower than undisturbed the machine is; None = the profile's
@@ -62,6 +63,7 @@ class PromptRun:
 
     def __post_init__(self) -> None:
         self.pipeline.require_lookaheads()
+        self.agreement = self.agreement.drawn(self.seed, self.prompt)
         specs = self.pipeline.stages
         # Annotated, so that what follows need not ask whether there is one.
         self.on: Machine = self.machine or Machine(self.pipeline, self.profile)

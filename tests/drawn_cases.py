@@ -114,8 +114,14 @@ def recordings(draw: st.DrawFn, spec: PipelineSpec, num_tokens: int) -> Agreemen
     if k > 1 and draw(st.booleans()):
         tokens[0, rng.random(num_tokens) < 0.3] = NO_PROPOSAL
     eos = draw(st.sampled_from([(), (), (3,), (2, 9)]))
+    # Of sampled text; a row that is 0 or 1, as a lookup's is, stays as it was recorded.
+    chance = None
+    if draw(st.booleans()):
+        chance = np.where(tokens == tokens[-1], rng.choice([0.5, 0.9, 1.0], tokens.shape),
+                          rng.choice([0.0, 0.5], tokens.shape))
+        chance[-1] = 1.0
     return Agreement("drawn", draw(st.integers(1, 4)), tuple(s.choice_key for s in spec.stages), tokens,
-                     budget=num_tokens + draw(st.sampled_from([0, 0, 3])), eos=eos)
+                     budget=num_tokens + draw(st.sampled_from([0, 0, 3])), eos=eos, same_draw=chance)
 
 
 @st.composite

@@ -16,6 +16,7 @@ from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.latency import Affine, Constant, Empirical, Roofline, Table
 from pipespec_model.profile import Contention, Costs, Profile, StageLatency, load_profile, recorded, save_profile
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import (
     NO_PROMPT,
@@ -191,8 +192,9 @@ def profile() -> Profile:
                     "z>x": Recorded((True, False))},
         contention=(Contention({keys[0]: 0.5, keys[1]: 1 / 3}),), turns=(Contention({keys[1]: 0.9}),),
         costs={"*": Costs(0.1, 0.2, 0.3, 0.4, 0.5)}, timing_spread=0.01,
-        slowness={"small": (1.0, 1.5)}, neighbour_rate=0.7,
-        agreement=(Agreement("p", 3, tuple(s.choice_key for s in SPEC.stages), tokens, "code", 5, (2,)),),
+        slowness={"small": (1.0, 1.5)}, neighbour_rate=0.7, sampling=Sampling(temperature=0.8, top_p=0.95, seed=3),
+        agreement=(Agreement("p", 3, tuple(s.choice_key for s in SPEC.stages), tokens, "code", 5, (2,),
+                             same_draw=np.array([[0.9, 1 / 3], [1.0, 1.0]]), overlap=np.array([[0.8, 0.4], [1, 1]])),),
         origin="fitted", source="a run")
 
 
@@ -203,7 +205,21 @@ def test_a_profile_survives_its_file(tmp_path):
     assert found.to_dict() == profile().to_dict()
     bare, again = (replace(p, agreement=()) for p in (profile(), found))
     assert bare == again
-    assert recorded(found, SPEC)[0].tokens.tolist() == [[1, 9], [1, 2]]
+    kept = recorded(found, SPEC)[0]
+    assert kept.tokens.tolist() == [[1, 9], [1, 2]]
+    assert kept.same_draw is not None
+    assert kept.same_draw.tolist() == [[0.9, 1 / 3], [1.0, 1.0]]
+
+
+def test_a_profile_of_the_version_before_is_read_as_greedy():
+    """Version 1 knew of no sampling: it is read, its tokens are what there is, and it is written as version 2."""
+    old = {key: value for key, value in profile().to_dict().items() if key != "sampling"} | {"version": 1}
+    old["agreement"] = [{key: value for key, value in entry.items() if key not in ("same_draw", "overlap")}
+                        for entry in old["agreement"]]
+    found = Profile.from_dict(old)
+    assert found.sampling is None
+    assert found.agreement[0].drawn(1, 2) is found.agreement[0]
+    assert found.to_dict()["version"] == 2
 
 
 def test_a_profile_by_hand_is_keyed_by_names(tmp_path):
@@ -242,8 +258,9 @@ ONE = {"a": {"kind": "constant", "seconds": 1}}
     ([1], "must hold a mapping, got 'list'"),
     ({}, "latency must hold at least one stage"),
     ({"latency": {}, "latencies": 1}, "latencies is not a known key"),
-    ({"version": 2, "latency": ONE}, "version must be 1, got 2"),
-    ({"version": "1", "latency": ONE}, "version must be 1, got '1'"),
+    ({"version": 3, "latency": ONE}, "version must be 1 or 2, got 3"),
+    ({"version": "1", "latency": ONE}, "version must be 1 or 2, got '1'"),
+    ({"latency": ONE, "sampling": {"top_q": 1}}, "sampling: top_q is not a known key"),
     ({"latency": {"a": {"kind": "constant", "seconds": -1}}}, "seconds must be a finite number >= 0, got -1"),
     ({"latency": {"a": {"prefill": None}}}, "cannot be read"),
     ({"latency": {"a": 1}}, "cannot be read"),
