@@ -13,8 +13,7 @@ from pipespec_model import metrics
 from pipespec_model.cli import make_folder, print_json, progress_bar, run
 from pipespec_model.errors import InputError, StageError
 from pipespec_model.profile import save_profile
-from pipespec_model.sampling import Sampling
-from pipespec_model.spec import PipelineSpec, checked, load_pipeline
+from pipespec_model.spec import PipelineSpec, load_pipeline
 from pipespec_model.trace import save_trace
 
 from . import bench_report
@@ -30,6 +29,17 @@ from .peer import PEERS
 from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
 from .retry import run_with_retries
+from .sampling_options import (
+    DRAW,
+    MinNewTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_of,
+)
 from .streaming import Live
 from .vocabulary import common_vocabulary
 from .watch import PATIENCE_S
@@ -37,7 +47,6 @@ from .zoo import BUILT_IN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 PipelineFile = Annotated[Path, typer.Argument(help="pipeline YAML, or a models.json list")]
-DRAW = Sampling()
 PromptFile = Annotated[Path | None, typer.Option(help="text lines, or JSON Lines of Spec-Bench, HumanEval, GSM8K")]
 
 
@@ -47,13 +56,13 @@ def run_command(
     prompt: Annotated[str | None, typer.Option(help="one prompt")] = None,
     prompts: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=0)] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the best token")] = DRAW.temperature,
-    top_k: Annotated[int, typer.Option(help="only the so many best tokens (0: all)")] = DRAW.top_k,
-    top_p: Annotated[float, typer.Option(help="only the best with this probability together")] = DRAW.top_p,
-    min_p: Annotated[float, typer.Option(help="only those as probable, relative to the best")] = DRAW.min_p,
-    repetition_penalty: Annotated[float, typer.Option(help="of tokens that occurred")] = DRAW.repetition_penalty,
-    min_new_tokens: Annotated[int, typer.Option(help="no end of sequence before")] = DRAW.min_new_tokens,
-    seed: Annotated[int, typer.Option(help="of the draws; every strategy gives one text")] = DRAW.seed,
+    temperature: Temperature = DRAW.temperature,
+    top_k: TopK = DRAW.top_k,
+    top_p: TopP = DRAW.top_p,
+    min_p: MinP = DRAW.min_p,
+    repetition_penalty: RepetitionPenalty = DRAW.repetition_penalty,
+    min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
+    seed: Seed = DRAW.seed,
     out: Annotated[Path | None, typer.Option(help="folder for the trace and the resolved pipeline")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="keep what --out holds of this run; make the rest")] = False,
     retry: Annotated[int, typer.Option(min=0, help="times a prompt is tried again from what it had decided")] = 0,
@@ -61,9 +70,9 @@ def run_command(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the text")] = False,
 ) -> None:
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
-    sampling = checked(Sampling, {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
-        "repetition_penalty": repetition_penalty, "min_new_tokens": min_new_tokens}, "sampling:")
+    sampling = sampling_of(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens, seed=seed)
     spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
     spec.require_lookaheads()  # before a model is loaded
     if retry and (sampling.temperature > 0 or sampling.min_new_tokens > 0):
@@ -118,17 +127,30 @@ def calibrate_command(
     pipeline: PipelineFile,
     prompts: PromptFile = None,
     max_new_tokens: Annotated[int, typer.Option(min=4)] = 32,
+    temperature: Temperature = DRAW.temperature,
+    top_k: TopK = DRAW.top_k,
+    top_p: TopP = DRAW.top_p,
+    min_p: MinP = DRAW.min_p,
+    repetition_penalty: RepetitionPenalty = DRAW.repetition_penalty,
+    min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
+    seed: Seed = DRAW.seed,
     out: Annotated[Path, typer.Option(help="output folder")] = Path("pipespec-profile"),
     json_: Annotated[bool, typer.Option("--json", help="print the profile as JSON")] = False,
 ) -> None:
-    """Measure step times, contention, costs and agreement of a pipeline; write profile.json."""
+    """Measure step times, contention, costs and agreement of a pipeline; write profile.json.
+
+    With sampling options, agreement is the probability of drawing the target's token, at each position of its text.
+    """
+    sampling = sampling_of(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens, seed=seed)
     spec, chosen, _ = _prepare(pipeline, load_prompts(prompts) if prompts else None)
     make_folder(out)
     alone = PipelineSpec.alone(spec.target)
     wanted = [alone] if spec == alone else [alone, spec]
     bar, advance = progress_bar(8.0 * (len(chosen) + 1))
     with bar, Fleet(spec.stages, vocabulary=common_vocabulary([spec]), apart=stages_apart([spec])) as fleet:
-        profile, traces = calibrate(fleet, wanted, chosen, max_new_tokens=max_new_tokens,
+        profile, traces = calibrate(fleet, wanted, chosen, max_new_tokens=max_new_tokens, sampling=sampling.or_none,
                                     tick=lambda text: advance(text, 8.0))
     save_profile(profile, out / "profile.json")
     for number, trace in enumerate(traces):
@@ -154,10 +176,20 @@ def bench_command(
     repeats: Annotated[int, typer.Option(help="of each prompt")] = MIN_REPEATS,
     peer: Annotated[str | None, typer.Option(help="transformers: its generate(), assisted and lookup too")] = None,
     limit: Annotated[int | None, typer.Option(help="so many prompts, evenly spread")] = None,
+    temperature: Temperature = DRAW.temperature,
+    top_k: TopK = DRAW.top_k,
+    top_p: TopP = DRAW.top_p,
+    min_p: MinP = DRAW.min_p,
+    repetition_penalty: RepetitionPenalty = DRAW.repetition_penalty,
+    min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
+    seed: Seed = DRAW.seed,
     out: Annotated[Path | None, typer.Option(help="folder for traces, bench.json and bench.csv")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the table")] = False,
 ) -> None:
     """Strategies side by side on the same prompts, in turns; --peer transformers runs the library's own too."""
+    sampling = sampling_of(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens, seed=seed).or_none
     if peer is not None and peer not in PEERS:
         raise InputError("--peer", f"must be {' or '.join(PEERS)}", peer)
     for name, value, least in (("--repeats", repeats, MIN_REPEATS), ("--max-new-tokens", max_new_tokens, 1)):
@@ -180,14 +212,16 @@ def bench_command(
     bar, advance = progress_bar(num_runs(specs, len(encoded), repeats=repeats, peer=peer is not None))
     with bar:
         done = bench(specs, encoded, max_new_tokens=max_new_tokens, repeats=repeats, peer=peer is not None, out=out,
-                     advance=advance)
-    data = bench_report.document(done, max_new_tokens=max_new_tokens, repeats=repeats)
+                     advance=advance, sampling=sampling)
+    data = bench_report.document(done, max_new_tokens=max_new_tokens, repeats=repeats, sampling=sampling)
     if out is not None:
         bench_report.write(data, out)
     if json_:
         print_json(data)
     else:
-        bench_report.show(data, f"{target.model}, {target.dtype}, {len(encoded)} prompts × {max_new_tokens} tokens")
+        drawn = f", {sampling.said}" if sampling else ""
+        bench_report.show(
+            data, f"{target.model}, {target.dtype}, {len(encoded)} prompts × {max_new_tokens} tokens{drawn}")
 
 
 app.command("clasp-study")(study)

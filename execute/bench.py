@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipespec_model import metrics
 from pipespec_model.errors import InputError
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, load_pipeline
 from pipespec_model.trace import PromptRecord, StepRecord, Trace, TraceWriter
 
@@ -34,7 +35,8 @@ class Runs(Protocol):
     """What runs a contender: the fleet of our stages, or the peer."""
 
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
-                   repeat: int = 0) -> tuple[PromptRecord, list[StepRecord]]: ...
+                   repeat: int = 0, sampling: Sampling | None = None, drawn_as: int | None = None,
+                   ) -> tuple[PromptRecord, list[StepRecord]]: ...
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,15 @@ def num_runs(pipelines: Mapping[str, PipelineSpec], num_prompts: int, *, repeats
 
 
 def bench(pipelines: Mapping[str, PipelineSpec], prompts: Sequence[Prompt], *, max_new_tokens: int, repeats: int,
-          peer: bool, out: Path | None, advance: Advance) -> list[Contender]:
-    """Measure every pipeline, and its twin where the peer has one, on every prompt."""
-    options = {"max_new_tokens": max_new_tokens, "repeats": repeats}
+          peer: bool, out: Path | None, advance: Advance, sampling: Sampling | None = None) -> list[Contender]:
+    """Measure every pipeline, and its twin where the peer has one, on every prompt.
+
+    sampling : None = greedy.  Repeats of a prompt draw one text
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repeats": repeats}
+    seed = sampling.seed if sampling else 0
+    if sampling:
+        options["sampling"] = sampling.to_dict()
     stages = processes_for(pipelines)
     with ExitStack() as stack:
         advance(f"starting {len(stages)} stage processes", 0.0)
@@ -116,28 +124,30 @@ def bench(pipelines: Mapping[str, PipelineSpec], prompts: Sequence[Prompt], *, m
                                           apart=stages_apart(pipelines.values())))
         for spec in pipelines.values():
             fleet.check_fits(spec, prompts, max_new_tokens)
-        contenders = [Contender(name, spec, fleet, new_trace(fleet.configure(spec), options=options))
+        contenders = [Contender(name, spec, fleet, new_trace(fleet.configure(spec), options=options, seed=seed))
                       for name, spec in pipelines.items()]
         if peer:
             advance("starting the peer", 0.0)
             contenders += stack.enter_context(_twins(contenders, options))
-        measure(contenders, prompts, options, keeper=stack.enter_context(Keeper(out, contenders)), advance=advance)
+        measure(contenders, prompts, options, keeper=stack.enter_context(Keeper(out, contenders)), advance=advance,
+                sampling=sampling)
     return contenders
 
 
-def measure(contenders: Sequence[Contender], prompts: Sequence[Prompt], options: Mapping[str, int], *, keeper: Keeper,
-            advance: Advance) -> None:
+def measure(contenders: Sequence[Contender], prompts: Sequence[Prompt], options: Mapping[str, Any], *, keeper: Keeper,
+            advance: Advance, sampling: Sampling | None = None) -> None:
     """Every contender on every prompt, in turns, after one prompt each that does not count."""
     budget, repeats = options["max_new_tokens"], options["repeats"]
     for contender in contenders:
         advance("warming up", 1.0)
-        contender.runs.run_prompt(contender.asked, prompts[0], max_new_tokens=budget)
+        contender.runs.run_prompt(contender.asked, prompts[0], max_new_tokens=budget, sampling=sampling)
     for turn in range(repeats * len(prompts)):
         repeat, n = divmod(turn, len(prompts))
         for contender in rotated(contenders, turn):
             advance(f"repeat {repeat + 1} of {repeats}, prompt {n + 1} of {len(prompts)}", 1.0)
             made = contender.runs.run_prompt(
-                contender.asked, prompts[n], max_new_tokens=budget, number=turn, repeat=repeat)
+                contender.asked, prompts[n], max_new_tokens=budget, number=turn, repeat=repeat, sampling=sampling,
+                drawn_as=n)
             keeper.append(contender, *made)
             contender.trace.add(*made)
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipespec_model import metrics
+from pipespec_model.sampling import Sampling
 from pipespec_model.trace import PromptRecord
 
 from .bench import Contender
@@ -26,7 +27,8 @@ DRAWS = 4000
 Interval = tuple[float, float]
 
 
-def document(contenders: Sequence[Contender], *, max_new_tokens: int, repeats: int) -> dict[str, Any]:
+def document(contenders: Sequence[Contender], *, max_new_tokens: int, repeats: int,
+             sampling: Sampling | None = None) -> dict[str, Any]:
     """What ``--json`` prints."""
     base = next(c for c in contenders if not c.twin_of and c.asked.strategy == "autoregressive")
     ratios = []
@@ -35,15 +37,17 @@ def document(contenders: Sequence[Contender], *, max_new_tokens: int, repeats: i
         ratios.append({"name": f"{told(top)} / {told(bottom)}", "ratio": ratio, "interval": interval})
     return {"rows": [row(contender, base) for contender in contenders], "ratios": ratios, "host": host(),
             "versions": versions(), "num_prompts": len(base.by_prompt), "max_new_tokens": max_new_tokens,
-            "repeats": repeats}
+            "repeats": repeats, "sampling": sampling.to_dict() if sampling else None}
 
 
 def row(contender: Contender, base: Contender) -> dict[str, Any]:
-    """One contender's figures; speed-ups and texts are against ``base``, our autoregressive decoding."""
+    """One contender's figures; speed-ups and texts are against ``base``, our autoregressive decoding.  Where text is
+    sampled the peer draws other ones, so only its repeats could be compared: nothing is said of them."""
     prompts, baseline = contender.by_prompt, base.by_prompt
     trace, stages = contender.trace, contender.trace.pipeline["stages"]
     speedup, speedup_interval = throughput_ratio(prompts, baseline)
-    differences = first_differences(trace.prompts, baseline)
+    drawn = bool(contender.twin_of and (trace.options.get("sampling") or {}).get("temperature"))
+    differences = {} if drawn else first_differences(trace.prompts, baseline)
     rng = np.random.default_rng(1)
     return {
         "name": contender.name, "title": contender.title, "side": contender.side,
@@ -59,9 +63,18 @@ def row(contender: Contender, base: Contender) -> dict[str, Any]:
         "mean_interval": metrics.bootstrap_interval(prompts, lambda n, s: (n / s).mean(-1), rng=rng),
         "speedup": speedup, "speedup_interval": speedup_interval,
         "mean_speedup": float(np.mean(_rates(prompts) / _rates(baseline))),
-        "identical_prompts": len(prompts) - len(differences), "first_differences": differences,
-        "mean_acceptance_length": metrics.mean_acceptance_length(trace),
+        "identical_prompts": None if drawn else len(prompts) - len(differences), "first_differences": differences,
+        "mean_acceptance_length": _tokens_a_step(contender),
     }
+
+
+def _tokens_a_step(contender: Contender) -> float | None:
+    """Of the peer, which tells of no steps, by its target's forwards."""
+    if not contender.twin_of:
+        return metrics.mean_acceptance_length(contender.trace)
+    done = contender.trace.prompts
+    return metrics.ratio(sum(len(p.tokens) for p in done),
+                         sum(counters.get("target_steps", 0) for p in done for counters in p.counters))
 
 
 def throughput_ratio(top: Sequence[PromptRecord], bottom: Sequence[PromptRecord]) -> tuple[float, Interval | None]:
@@ -145,6 +158,7 @@ def show(data: dict[str, Any], title: str) -> None:
     for line in data["rows"]:
         length, late = line["mean_acceptance_length"], min(line["first_differences"].values(), default=None)
         same = f"{line['identical_prompts']}/{data['num_prompts']}" + ("" if late is None else f", first at {late}")
+        same = "–" if line["identical_prompts"] is None else same
         owner = "transformers " if line["side"] == "transformers" else ""
         table.add_row(
             owner + line["title"], str(line["cores"]), f"{line['tokens_per_s']:.1f}", _span(line["interval"], 1),

@@ -3,7 +3,8 @@
 Per stage: step time against width and context, alone; prefill; the cost of a rollback.  Per set of
 stages that compute at once: the same steps while the others run.  Between steps: turnaround and
 hand-over, from short runs of every strategy.  Per prompt: each stage's own choices along the
-target's output.  Everything is kept as traces, and ``pipespec_model.fit`` makes the profile.
+target's output, and where text is sampled the probability that it would draw the target's token too.  Everything
+is kept as traces, and ``pipespec_model.fit`` makes the profile.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
-
-import numpy as np
+from typing import Any
 
 from pipespec_model.agreement import Agreement
 from pipespec_model.between import OPTION
 from pipespec_model.fit import fit
 from pipespec_model.profile import Profile
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import Trace
 
 from .fleet import Fleet, new_trace
 from .prompts import Prompt
+from .record import Drawn, check_recordable, draws_of, record_agreement
 
 # Narrow steps are the common ones and are timed more often.
 STEP_WIDTHS = {64: (1, 2, 3, 1, 4, 2, 8, 16), 160: (1, 2, 1, 4, 2, 3, 32)}  # by context
@@ -37,7 +39,7 @@ Tick = Callable[[str], None]
 
 def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence[Prompt], *, max_new_tokens: int,
               rounds: int | None = None, agreements: Sequence[Agreement] | None = None,
-              tick: Tick = lambda _: None) -> tuple[Profile, list[Trace]]:
+              sampling: Sampling | None = None, tick: Tick = lambda _: None) -> tuple[Profile, list[Trace]]:
     """Calibrate every stage of ``pipelines``.
 
     Each round measures everything once: on a shared machine speed shifts for seconds at a time, and
@@ -46,6 +48,7 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     prompts : the calibration half, encoded
     rounds : of timing, a prompt each; None = one a prompt.  Agreement is recorded of every prompt
     agreements : the scripted stages' tokens, at least one a round; None = record the models' own
+    sampling : None = greedy
     tick : called with a few words as each part begins
 
     Returns
@@ -54,6 +57,7 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     """
     for pipeline in pipelines:
         fleet.check_fits(pipeline, prompts, max_new_tokens)
+        check_recordable(pipeline, sampling)
     text = list(prompts[0].tokens)
     traces: list[Trace] = []
     answers: list[list[int]] = []
@@ -68,25 +72,31 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
         slowest = max(step.duration_s for trace in made for step in trace.steps if step.width <= max(COMMON_WIDTHS))
         seconds = max(5 * slowest, min(max(20 * slowest, TOGETHER_S[0]), TOGETHER_S[1]))
         made += [_time_together(fleet, group, text, seconds) for group in computing_sets(pipelines)]
-        scripted = agreements[number] if agreements else None
-        made.append(_run(fleet, baseline, prompt, max_new_tokens, scripted))
+        options: dict[str, Any] = {"agreement": agreements[number] if agreements else None,
+                                   "sampling": sampling, "drawn_as": number}
+        made.append(_run(fleet, baseline, prompt, max_new_tokens, options))
         answers.append(made[-1].prompts[0].tokens)
-        made += [_run(fleet, other, prompt, min(GAP_TOKENS, max_new_tokens), scripted) for other in others]
+        made += [_run(fleet, other, prompt, min(GAP_TOKENS, max_new_tokens), options) for other in others]
         for trace in made:
             trace.options["round"] = number
         traces += made
     if agreements is None:
         tick("recording each stage's own choices on calibration prompts")
-        answers += [fleet.run_prompt(baseline, prompt, max_new_tokens=max_new_tokens)[0].tokens
-                    for prompt in prompts[len(timed):]]
-        agreements = record_agreement(fleet, pipelines, prompts, answers, max_new_tokens=max_new_tokens)
-    return fit(traces, agreements, source=f"{len(prompts)} calibration prompts"), traces
+        answers += [fleet.run_prompt(baseline, prompt, max_new_tokens=max_new_tokens, sampling=sampling,
+                                     drawn_as=number)[0].tokens
+                    for number, prompt in enumerate(prompts[len(timed):], len(timed))]
+        texts = [Drawn(prompt, answer, draws_of(prompt, sampling, number))
+                 for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
+        agreements = record_agreement(fleet, pipelines, texts, max_new_tokens=max_new_tokens, probabilities=True)
+    profile = fit(traces, agreements, source=f"{len(prompts)} calibration prompts")
+    return replace(profile, sampling=sampling), traces
 
 
-def _run(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int,
-         agreement: Agreement | None) -> Trace:
-    trace = new_trace(fleet.configure(pipeline), options={OPTION: fleet.entry_bytes(pipeline)})
-    trace.add(*fleet.run_probed(pipeline, prompt, max_new_tokens=max_new_tokens, agreement=agreement))
+def _run(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, max_new_tokens: int, options: dict[str, Any]) -> Trace:
+    sampling: Sampling | None = options["sampling"]
+    trace = new_trace(fleet.configure(pipeline), seed=sampling.seed if sampling else 0, options={
+        OPTION: fleet.entry_bytes(pipeline), **({"sampling": sampling.to_dict()} if sampling else {})})
+    trace.add(*fleet.run_probed(pipeline, prompt, max_new_tokens=max_new_tokens, **options))
     return trace
 
 
@@ -152,27 +162,3 @@ def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int], se
     for i, stage in enumerate(group):
         trace.steps += [replace(step, stage=i) for step in measured[stage.name]]
     return trace
-
-
-def record_agreement(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence[Prompt],
-                     answers: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[Agreement]:
-    """Each distinct stage's choice at each position of the target's ``answers``.
-
-    A stage whose choices are the target's by definition is not run again.
-    """
-    target = pipelines[0].target
-    stages: dict[str, StageSpec] = {}
-    for pipeline in pipelines:
-        for stage in pipeline.stages:
-            stages.setdefault(stage.choice_key, stage)
-    stages.pop(target.choice_key, None)
-    out = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        rows: list[Sequence[int]] = [
-            fleet.teacher_force(stage.name, prompt.tokens, answer)[0] for stage in stages.values()
-        ]
-        tokens = np.array([*rows, answer], dtype=np.int64).reshape(len(stages) + 1, len(answer))
-        out.append(Agreement(prompt.name, len(prompt.tokens), (*stages, target.choice_key), tokens,
-                             prompt.category, max_new_tokens, prompt.eos, tuple(prompt.tokens)))
-    return out
-

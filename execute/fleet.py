@@ -25,6 +25,7 @@ from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace
 
 from . import worker
+from .forced import Draws, Forced
 from .host import host, place, versions
 from .processes import end_process, shared_processes, start, whole_models
 from .prompts import Prompt
@@ -254,7 +255,8 @@ class Fleet:
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
                    repeat: int = 0,
                    agreement: Agreement | None = None, on_text: Callable[[list[int]], None] | None = None,
-                   sampling: Sampling | None = None) -> tuple[PromptRecord, list[StepRecord]]:
+                   sampling: Sampling | None = None, drawn_as: int | None = None,
+                   ) -> tuple[PromptRecord, list[StepRecord]]:
         """Generate for one prompt; blocks until every stage has accounted for its drafts.
 
         The clock starts before the request is sent and includes every stage's prefill.
@@ -263,6 +265,7 @@ class Fleet:
         agreement : what scripted stages replay; it may hold rows of other stages too
         on_text : called with the tokens that the target has decided since the last call; none is ever taken back
         sampling : None = greedy
+        drawn_as : number that the noise goes by, for repeats that are to give one text; None = ``number``
         """
         self.configure(pipeline)
         self.check_fits(pipeline, [prompt], max_new_tokens)
@@ -273,8 +276,9 @@ class Fleet:
         names = [stage.name for stage in pipeline.stages]
         if agreement is not None:
             agreement = agreement.select([stage.choice_key for stage in pipeline.stages])
+        draws = Draws(sampling, number if drawn_as is None else drawn_as, tuple(prompt.eos)) if sampling else None
         job = Job(self._runs, number, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
-                  stream=on_text is not None, sampling=sampling, agreement=agreement)
+                  stream=on_text is not None, draws=draws, agreement=agreement)
         for name in reversed(names):
             self._send(name, "prompt", job)
         self._watch = Watch(names, self.patience_s, time.monotonic())
@@ -316,8 +320,7 @@ class Fleet:
         """Refuse options where a stage has no scores that they could change."""
         for i, stage in enumerate(pipeline.stages):
             if isinstance(self.scripts.get(stage.name), Script) and not sampling.plain:
-                changed = next(name for name in ("temperature", "repetition_penalty", "min_new_tokens")
-                               if getattr(sampling, name) != getattr(Sampling(), name))
+                changed = sampling.first_set
                 raise InputError(changed, f"must be absent where a stage is scripted (stages.{i}, {stage.name})",
                                  getattr(sampling, changed), "it replays recorded tokens")
 
@@ -373,11 +376,12 @@ class Fleet:
         record, steps = self.run_prompt(pipeline, prompt, number=number, **options)
         return record, steps, before + self.probe(pipeline, number)
 
-    def teacher_force(self, name: str, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
-        """A stage's own choice at each position of ``answer``, and its top-2 margins."""
-        self._send(name, "teacher_force", list(prompt), list(answer))
-        _, choices, margins = self._receive(name, "choices", timeout_s=600)
-        return choices, margins
+    def teacher_force(self, name: str, prompt: Sequence[int], answer: Sequence[int],
+                      draws: Draws | None = None) -> Forced:
+        """What a stage itself chooses at each position of ``answer``; draws : as the answer was drawn, None = greedy"""
+        self._send(name, "teacher_force", list(prompt), list(answer), draws)
+        _, found = self._receive(name, "choices", timeout_s=600)
+        return found
 
 
 def _meaning(code: int | None) -> str:

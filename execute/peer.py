@@ -2,7 +2,8 @@
 
 A twin of a contender does the same work the library's way: plain greedy decoding, assisted generation
 with the same drafter, prompt lookup.  It loads the same weights, runs on the same cores with as many
-threads, and stops at the same tokens.  What differs is the library's choice: its assistant reads the
+threads, and stops at the same tokens.  Sampled, it draws with the same settings and noise of its own: its texts are
+others, of the same distribution.  What differs is the library's choice: its assistant reads the
 prompt with the drafter's own (quantised) weights, and its lookup takes the first match, of one token
 at the least, where ours takes the last, of two.
 """
@@ -19,8 +20,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pipespec_model.errors import InputError, StageError
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord
+from pipespec_model.uniforms import SAMPLE, word
 
 from .fleet import LOAD_TIMEOUT_S
 from .processes import end_process, start
@@ -72,20 +75,22 @@ class Peer:
             end_process(self.process)
 
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
-                   repeat: int = 0) -> tuple[PromptRecord, list[StepRecord]]:
+                   repeat: int = 0, sampling: Sampling | None = None, drawn_as: int | None = None,
+                   ) -> tuple[PromptRecord, list[StepRecord]]:
         """As ``Fleet.run_prompt``, by the twin of ``pipeline``.  ``generate()`` tells of no step and of no
-        earlier time than its end."""
+        earlier time than its end; its target's forwards are counted (``target_steps``)."""
         assert self._end is not None
         self._current = f", while working on prompt {prompt.name!r}"
         try:
-            self._end.send((self.pipelines.index(pipeline), prompt.tokens, prompt.eos, max_new_tokens))
+            self._end.send((self.pipelines.index(pipeline), prompt.tokens, prompt.eos, max_new_tokens, sampling,
+                            number if drawn_as is None else drawn_as))
         except (BrokenPipeError, ConnectionResetError):
             raise self._dead() from None
-        tokens, seconds = self._receive(ANSWER_TIMEOUT_S)
+        tokens, seconds, forwards = self._receive(ANSWER_TIMEOUT_S)
         self._current = ""
         return PromptRecord(
             prompt=number, name=prompt.name, prompt_length=len(prompt.tokens), tokens=tokens, total_s=seconds,
-            ttft_s=seconds, counters=[], category=prompt.category, repeat=repeat), []
+            ttft_s=seconds, counters=[{"target_steps": forwards}], category=prompt.category, repeat=repeat), []
 
     def _receive(self, timeout_s: float) -> tuple[Any, ...]:
         assert self._end is not None
@@ -111,12 +116,16 @@ class Peer:
 
 
 class Twin:
-    """One contender's work by ``generate()``, which keeps nothing between prompts."""
+    """One contender's work by ``generate()``, which keeps nothing between prompts.
+
+    forwards : of the target, in the last call
+    """
 
     def __init__(self, pipeline: PipelineSpec, model: Any) -> None:
         self.target, self._model = pipeline.target, model
         self._options: dict[str, Any] = {}
         self._assistant: dict[str, Any] = {}
+        self.forwards = 0
         if len(pipeline.stages) == 1:
             return
         drafter, lookahead = pipeline.stages[0], pipeline.links[0].lookahead
@@ -125,8 +134,12 @@ class Twin:
         else:
             self._assistant = {"assistant_model": assistant(drafter, lookahead)}
 
-    def generate(self, prompt: Sequence[int], eos: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
-        """The new tokens, and the seconds of ``generate()`` alone."""
+    def generate(self, prompt: Sequence[int], eos: Sequence[int], max_new_tokens: int, *,
+                 sampling: Sampling | None = None, number: int = 0) -> tuple[list[int], float]:
+        """The new tokens, and the seconds of ``generate()`` alone.
+
+        number : of the text; with the seed it decides what is drawn
+        """
         import torch
         from transformers import GenerationConfig
 
@@ -134,14 +147,36 @@ class Twin:
         mask = torch.ones_like(ids)
         # The model's own defaults (a temperature, penalties, other ends) would fill what is not given here.
         self._model.generation_config = GenerationConfig(eos_token_id=list(eos) or None)
-        wanted = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(eos) or None,
-                                  pad_token_id=eos[0] if eos else 0, **self._options)
+        wanted = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=list(eos) or None,
+                                  pad_token_id=eos[0] if eos else 0, **generation_options(sampling), **self._options)
+        if sampling is not None:
+            torch.manual_seed(word(sampling.seed, number, 0, SAMPLE) >> 1)
+        self.forwards = 0
+        counting = self._model.register_forward_pre_hook(self._count)
         begun = time.perf_counter()
         out = self._model.generate(ids, attention_mask=mask, generation_config=wanted, **self._assistant)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         seconds = time.perf_counter() - begun
+        counting.remove()
         return out[0, len(prompt) :].tolist(), seconds
+
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+
+def generation_options(sampling: Sampling | None) -> dict[str, Any]:
+    """``generate()``'s own words for it; what is not drawn has none of temperature, top-k, top-p and min-p."""
+    if sampling is None:
+        return {"do_sample": False}
+    found: dict[str, Any] = {"do_sample": bool(sampling.temperature)}
+    if sampling.temperature:
+        found |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+        found |= {"min_p": sampling.min_p} if sampling.min_p else {}
+    if sampling.repetition_penalty != 1:
+        found["repetition_penalty"] = sampling.repetition_penalty
+    return found | ({"min_new_tokens": sampling.min_new_tokens} if sampling.min_new_tokens else {})
 
 
 def assistant(drafter: StageSpec, lookahead: int) -> Any:
@@ -171,10 +206,11 @@ def serve(pipelines: Sequence[PipelineSpec], parent: Connection) -> None:
     twins = [Twin(pipeline, model) for pipeline in pipelines]
     parent.send(("ready",))
     while True:
-        index, prompt, eos, max_new_tokens = parent.recv()
-        stage = twins[index].target
-        set_threads(stage.threads, stage.cores or (), torch_loaded=True)
-        parent.send(("done", *twins[index].generate(prompt, eos, max_new_tokens)))
+        index, prompt, eos, max_new_tokens, sampling, number = parent.recv()
+        twin = twins[index]
+        set_threads(twin.target.threads, twin.target.cores or (), torch_loaded=True)
+        made = twin.generate(prompt, eos, max_new_tokens, sampling=sampling, number=number)
+        parent.send(("done", *made, twin.forwards))
 
 
 def main(pipelines: Sequence[PipelineSpec], parent: Connection) -> None:

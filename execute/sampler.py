@@ -111,10 +111,15 @@ class Sampler:
 
     def draw(self, scores: Tensor, position: int) -> int:
         """The token at ``position`` of the generated text, drawn from the softmax of ``scores`` ``[vocab]``."""
+        ids, noisy = self.noisy(scores, position)
+        return int(ids[noisy.argmax()])
+
+    def noisy(self, scores: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Ids of what may be drawn, and their scores with noise; the best one is drawn."""
         state = word(self.sampling.seed, self._number, 0, SAMPLE, position)
         # Only what may be drawn needs noise: little is left behind top-k or top-p.
         ids = (scores > -float("inf")).nonzero()[:, 0]
-        return int(ids[(scores[ids].double() + gumbel(state, ids)).argmax()])
+        return ids, scores[ids].double() + gumbel(state, ids)
 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipespec_model.errors import InputError
@@ -16,6 +17,7 @@ from pipespec_model.messages import Step
 from pipespec_model.spec import StageSpec
 
 from .decoders import decoders
+from .forced import Forced
 from .loading import load_model
 from .sampler import Sampler
 
@@ -98,22 +100,28 @@ class TorchRunner:
         return logits
 
 
-def teacher_forced(runner: TorchRunner, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], list[float]]:
-    """What the stage would choose at each position of ``answer`` given its prefix, one token a step.
+def teacher_forced(runner: TorchRunner, prompt: Sequence[int], answer: Sequence[int],
+                   sampler: Sampler | None = None) -> Forced:
+    """What the stage would choose at each position of ``answer`` given its prefix, one token a step, as a drafter
+    does.
 
-    One position at a time because some models' choices depend on how many positions go through at once
-    (quantised ones that are not of the Llama architecture, near-ties of any).
-
-    Returns
-    -------
-    choices, margins : one entry a position; the margin is the top-1 minus the top-2 logit
+    sampler : what chooses; None = greedy
     """
     runner.begin(prompt)
-    choices, margins = [], []
+    out, logs = Forced(), []
     for position in range(len(answer)):
         cached = 0 if position == 0 else len(prompt) + position - 1
         step = Step("decode", position, cached, 1, (), 1, 0, False)
-        top = runner.logits(answer[:position], step)[-1].float().topk(2)
-        choices.append(int(top.indices[0]))
-        margins.append(float(top.values[0] - top.values[1]))
-    return choices, margins
+        logits = runner.logits(answer[:position], step)[-1:]
+        scores = (logits.float() if sampler is None else sampler.scores(logits, answer[:position], ()))[0]
+        ids = torch.arange(len(scores), device=scores.device)
+        values = scores
+        if sampler is not None and sampler.sampling.temperature:
+            logs.append(scores.double().log_softmax(-1).float().cpu().numpy())
+            ids, values = sampler.noisy(scores, position)
+        top = values.topk(min(2, len(values)))
+        out.choices.append(int(ids[top.indices[0]]))
+        out.margins.append(float(top.values[0] - top.values[1]) if len(values) > 1 else float("inf"))
+    if logs:
+        out.log_probabilities = np.array(logs)
+    return out

@@ -29,10 +29,10 @@ from pipespec_model.errors import InputError
 from pipespec_model.lookup import PromptLookup
 from pipespec_model.messages import Entries, Step
 from pipespec_model.protocol import Stage
-from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
+from .forced import Draws, forced
 from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
 from .shared import Shared
 from .skipping import Skipping, skipping
@@ -72,7 +72,7 @@ class Job:
     budget: int
     eos: frozenset[int]
     stream: bool = False
-    sampling: Sampling | None = None
+    draws: Draws | None = None
     agreement: Agreement | None = None
 
 
@@ -183,23 +183,8 @@ class Worker:
     def on_probe(self) -> None:
         self.parent.send(("probed", self.compute(probe, self.runner)))
 
-    def on_teacher_force(self, prompt: list[int], answer: list[int]) -> None:
-        if isinstance(self.runner, PromptLookup):
-            text = list(prompt)
-            choices = []
-            for token in answer:
-                choices.append(self.runner.choice(text))
-                text.append(token)
-            self.parent.send(("choices", choices, []))
-            return
-        if self.stage.clasp:
-            from .clasp.agreement import own_choices
-
-            self.parent.send(("choices", self.compute(own_choices, self.runner, prompt, answer), []))
-            return
-        from .torch_runner import teacher_forced
-
-        self.parent.send(("choices", *self.compute(teacher_forced, self.runner, prompt, answer)))
+    def on_teacher_force(self, prompt: list[int], answer: list[int], draws: Draws | None) -> None:
+        self.parent.send(("choices", self.compute(forced, self.runner, self.stage, prompt, answer, draws)))
 
     # -- one prompt -----------------------------------------------------------------------------
 
@@ -324,7 +309,9 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
     elif uses_torch(runner):
         from .sampler import sampler_of
 
-        runner.begin(job.prompt, sampler_of(job.sampling, job.prompt, number=job.number, eos=tuple(job.eos)))
+        draws = job.draws
+        runner.begin(job.prompt, sampler_of(draws.sampling, job.prompt, number=draws.number, eos=draws.eos)
+                     if draws else None)
         runner.run_number = job.run
     else:
         runner.begin(job.prompt)

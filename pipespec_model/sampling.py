@@ -44,3 +44,20 @@ class Sampling(Spec):
     def plain(self) -> bool:
         """Whether this is greedy decoding of the logits as they are."""
         return not self.temperature and self.repetition_penalty == 1 and not self.min_new_tokens
+
+    @property
+    def or_none(self) -> Sampling | None:
+        """Itself; None where it is plain."""
+        return None if self.plain else self
+
+    @property
+    def said(self) -> str:
+        """In words, what is not the default: ``temperature 0.8, top-p 0.95, seed 1``."""
+        return ", ".join(f"{name.replace('_', '-')} {getattr(self, name):g}"
+                         for name, item in type(self).model_fields.items() if getattr(self, name) != item.default)
+
+    @property
+    def first_set(self) -> str:
+        """The first option, the seed apart, that is not its default: what a refusal names."""
+        return next((name for name, item in type(self).model_fields.items()
+                     if name != "seed" and getattr(self, name) != item.default), "temperature")

@@ -40,7 +40,7 @@ class Fake:
     ran: list[tuple[str, str, int]] = field(default_factory=list)
 
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
-                   repeat: int = 0) -> tuple[PromptRecord, list[StepRecord]]:
+                   repeat: int = 0, **_: Any) -> tuple[PromptRecord, list[StepRecord]]:
         if len(self.ran) == self.stop_after:
             raise KeyboardInterrupt
         self.ran.append((pipeline.target.name, prompt.name, repeat))

@@ -133,7 +133,7 @@ def test_the_prompt_is_read_once(fleet: Fleet) -> None:
 
 def test_recorded_choices_are_those_of_a_run(fleet: Fleet, greedy: list[int]) -> None:
     """Along the answer, the walk's choices tell the accepted drafts of a run with its lookahead."""
-    choices, _ = fleet.teacher_force("clasp-2-8-0", PROMPT.tokens, greedy)
+    choices = fleet.teacher_force("clasp-2-8-0", PROMPT.tokens, greedy).choices
     assert fleet.probe(chain([fleet.stages[name] for name in ("clasp-2-8-0", "full")]), 0)
     _, steps = run(fleet, "clasp-2-8-0", "full", lookahead=4)
     for step in (s for s in steps if s.stage == 1 and s.drafts):

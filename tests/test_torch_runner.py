@@ -130,11 +130,12 @@ def test_teacher_forced_choices_decide_acceptance(runners, plain_greedy) -> None
     """The target's own choices along its answer are that answer, and a drafter's recorded bits are the
     accepts and rejects of a real run."""
     answer = plain_greedy(PROMPT, 40)
-    own, margins = teacher_forced(runners["target"], PROMPT, answer)
-    assert own == answer
-    assert len(margins) == len(answer)
-    assert min(margins) > 0
-    choices, _ = teacher_forced(runners["near"], PROMPT, answer)
+    own = teacher_forced(runners["target"], PROMPT, answer)
+    assert own.choices == answer
+    assert len(own.margins) == len(answer)
+    assert min(own.margins) > 0
+    assert own.log_probabilities is None
+    choices = teacher_forced(runners["near"], PROMPT, answer).choices
     bits = [a == b for a, b in zip(choices, answer, strict=True)]
     done = run(runners, PIPELINES["near"], "speculative", PROMPT, 40)
     for step, accepted in done.steps[-1]:

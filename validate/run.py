@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from execute.calibrate import calibrate, record_agreement
+from execute.calibrate import calibrate
 from execute.fleet import Fleet, new_trace
 from execute.host import host, versions
 from execute.processes import stages_apart
 from execute.prompts import Prompt
+from execute.record import Drawn, record_agreement
 from execute.vocabulary import common_vocabulary
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
@@ -196,14 +197,14 @@ def _resume(path: Path, fleet: Fleet, row: Row, group: Group) -> Trace:
 def _record(group: Group, fleet: Fleet) -> None:
     answers = baseline_answers(group)
     group.evaluation_agreements = record_agreement(
-        fleet, [row.pipeline for row in group.rows], group.evaluation,
-        [answers[p.name] for p in group.evaluation], max_new_tokens=group.max_new_tokens)
+        fleet, [row.pipeline for row in group.rows], [Drawn(p, answers[p.name]) for p in group.evaluation],
+        max_new_tokens=group.max_new_tokens)
     made = [p for traces in (group.traces, group.checks) for trace in traces.values() for p in trace.prompts]
     differ = {p.name for p in made if p.tokens != answers[p.name]}
     target = group.rows[0].pipeline.target.name
     for prompt in [*group.evaluation, *group.calibration]:
         if prompt.name in differ:
-            group.margins[prompt.name] = fleet.teacher_force(target, prompt.tokens, answers[prompt.name])[1]
+            group.margins[prompt.name] = fleet.teacher_force(target, prompt.tokens, answers[prompt.name]).margins
 
 
 def baseline_answers(group: Group) -> dict[str, list[int]]:
