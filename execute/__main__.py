@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,6 +28,7 @@ from .loading import end_of_sequence, load_tokenizer
 from .peer import PEERS
 from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
+from .reading import ModelReader, tokenizer_of
 from .retry import run_with_retries
 from .sampling_options import (
     DRAW,
@@ -40,7 +41,8 @@ from .sampling_options import (
     TopP,
     sampling_of,
 )
-from .streaming import Live
+from .stopping import Stops
+from .streaming import Live, TextStream, text_of
 from .vocabulary import common_vocabulary
 from .watch import PATIENCE_S
 from .zoo import BUILT_IN
@@ -63,6 +65,7 @@ def run_command(
     repetition_penalty: RepetitionPenalty = DRAW.repetition_penalty,
     min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
     seed: Seed = DRAW.seed,
+    stop: Annotated[list[str] | None, typer.Option(help="text before which the answer ends; may be repeated")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the trace and the resolved pipeline")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="keep what --out holds of this run; make the rest")] = False,
     retry: Annotated[int, typer.Option(min=0, help="times a prompt is tried again from what it had decided")] = 0,
@@ -73,7 +76,8 @@ def run_command(
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, seed=seed)
-    spec, chosen, tokenizer = _prepare(pipeline, _chosen(prompt, prompts))
+    spec, chosen = _prepare(pipeline, _chosen(prompt, prompts))
+    stops = Stops(tuple(stop or ()), ModelReader(spec.target.model))
     spec.require_lookaheads()  # before a model is loaded
     if retry and (sampling.temperature > 0 or sampling.min_new_tokens > 0):
         # Both count from the first token, which a new attempt does not know of.
@@ -87,18 +91,19 @@ def run_command(
                                           apart=stages_apart([spec]), patience_s=patience))
         resolved = fleet.configure(spec)
         trace = new_trace(resolved, seed=sampling.seed, options={
-            "max_new_tokens": max_new_tokens, "sampling": sampling.to_dict(), "prompts": fingerprint(chosen)})
+            "max_new_tokens": max_new_tokens, "sampling": sampling.to_dict(), "stop": list(stops.strings),
+            "prompts": fingerprint(chosen)})
         writer = stack.enter_context(open_trace(out, resolved, trace, resume=resume)) if out is not None else None
         kept = {record.prompt: record for record in trace.prompts}
         for number, item in enumerate(chosen):
-            show = None if json_ else Live(tokenizer)
+            show = None if json_ else Live(TextStream(stops.read, stops.strings))
             if number in kept:
                 if show is not None:
                     show(kept[number].tokens)
             else:
                 record, steps = run_with_retries(fleet, spec, item, max_new_tokens=max_new_tokens, retries=retry,
                                                  number=number, on_text=show, on_failure=_again,
-                                                 sampling=sampling)
+                                                 sampling=sampling, stops=stops if stop else None)
                 if writer is not None:
                     writer.append(record, steps)
                 trace.add(record, steps)
@@ -107,7 +112,7 @@ def run_command(
     speed = metrics.tokens_per_s(trace.prompts)
     length = metrics.mean_acceptance_length(trace)
     if json_:
-        texts = [{"prompt": p.name, "text": tokenizer.decode(p.tokens, skip_special_tokens=True),
+        texts = [{"prompt": p.name, "text": text_of(stops.read, p.tokens, stops.strings),
                   "tokens": p.tokens, "total_s": p.total_s, "ttft_s": p.ttft_s} for p in trace.prompts]
         print_json({"pipeline": resolved.to_dict(), "tokens_per_s": speed, "mean_acceptance_length": length,
                     "prompts": texts})
@@ -144,7 +149,7 @@ def calibrate_command(
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, seed=seed)
-    spec, chosen, _ = _prepare(pipeline, load_prompts(prompts) if prompts else None)
+    spec, chosen = _prepare(pipeline, load_prompts(prompts) if prompts else None)
     make_folder(out)
     alone = PipelineSpec.alone(spec.target)
     wanted = [alone] if spec == alone else [alone, spec]
@@ -235,14 +240,14 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
-def _prepare(path: Path, prompts: list[Prompt] | None) -> tuple[PipelineSpec, list[Prompt], Any]:
+def _prepare(path: Path, prompts: list[Prompt] | None) -> tuple[PipelineSpec, list[Prompt]]:
     """None: built-in prompts for a calibration."""
     spec = load_pipeline(path)
     assign_cores(spec, scripted=False)
     if prompts is None:
         prompts = built_in("calibration", model=spec.target.model)[::2]
-    tokenizer = load_tokenizer(spec.target.model)
-    return spec, encode(prompts, tokenizer, end_of_sequence(spec.target.model, tokenizer)), tokenizer
+    tokenizer = tokenizer_of(spec.target.model)
+    return spec, encode(prompts, tokenizer, end_of_sequence(spec.target.model, tokenizer))
 
 
 def _chosen(prompt: str | None, prompts: Path | None) -> list[Prompt]:

@@ -31,6 +31,7 @@ from .processes import end_process, shared_processes, start, whole_models
 from .prompts import Prompt
 from .scripted import Script, Wrong
 from .shared import Shared
+from .stopping import Stops
 from .watch import PATIENCE_S, Watch, check_patience
 from .worker import Job, Outcome
 
@@ -256,6 +257,7 @@ class Fleet:
                    repeat: int = 0,
                    agreement: Agreement | None = None, on_text: Callable[[list[int]], None] | None = None,
                    sampling: Sampling | None = None, drawn_as: int | None = None,
+                   stops: Stops | None = None,
                    ) -> tuple[PromptRecord, list[StepRecord]]:
         """Generate for one prompt; blocks until every stage has accounted for its drafts.
 
@@ -266,14 +268,19 @@ class Fleet:
         on_text : called with the tokens that the target has decided since the last call; none is ever taken back
         sampling : None = greedy
         drawn_as : number that the noise goes by, for repeats that are to give one text; None = ``number``
+        stops : where the text ends, beside the prompt's ``eos``; the last token is the one that completes a string
         """
         self.configure(pipeline)
         self.check_fits(pipeline, [prompt], max_new_tokens)
         if sampling is not None:
             self._check_samples(pipeline, sampling)
+        names = [stage.name for stage in pipeline.stages]
+        if stops is not None:
+            self._send(names[-1], "stops", stops)
+            if self._receive(names[-1], "stops", timeout_s=LOAD_TIMEOUT_S)[1]:
+                max_new_tokens = 0
         self._runs += 1
         self._current = prompt.name
-        names = [stage.name for stage in pipeline.stages]
         if agreement is not None:
             agreement = agreement.select([stage.choice_key for stage in pipeline.stages])
         draws = Draws(sampling, number if drawn_as is None else drawn_as, tuple(prompt.eos)) if sampling else None

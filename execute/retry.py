@@ -20,6 +20,7 @@ from pipespec_model.trace import PromptRecord, StepRecord
 
 from .fleet import Fleet
 from .prompts import Prompt
+from .stopping import Stops
 
 Told = Callable[[list[int]], None]
 Failed = Callable[[StageError, int], None]
@@ -28,7 +29,7 @@ Failed = Callable[[StageError, int], None]
 
 def run_with_retries(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, retries: int,
                      agreement: Agreement | None = None, on_text: Told | None = None, on_failure: Failed | None = None,
-                     **options: Any) -> tuple[PromptRecord, list[StepRecord]]:
+                     stops: Stops | None = None, **options: Any) -> tuple[PromptRecord, list[StepRecord]]:
     """:meth:`Fleet.run_prompt`, up to ``retries`` times more; the fleet's processes are started anew each time.
 
     Raises the last attempt's StageError, and InputError at once: what is wrong with the input stays wrong.
@@ -51,7 +52,8 @@ def run_with_retries(fleet: Fleet, pipeline: PipelineSpec, prompt: Prompt, *, ma
                 pipeline, replace(prompt, tokens=(*prompt.tokens, *kept)),
                 max_new_tokens=0 if carried and kept[-1] in prompt.eos else max_new_tokens - carried,
                 agreement=agreement.after(carried) if agreement and carried else agreement,
-                on_text=told if retries or on_text else None, **options)
+                on_text=told if retries or on_text else None,
+                stops=replace(stops, decided=tuple(kept)) if stops else None, **options)
         except StageError as error:
             if not left:
                 raise

@@ -36,6 +36,7 @@ from .forced import Draws, forced
 from .scripted import Script, ScriptedRunner, Wrong, WrongRunner
 from .shared import Shared
 from .skipping import Skipping, skipping
+from .stopping import Ends, Stops
 from .timing import measure, prime, probe, uses_torch
 from .watch import Pulse
 
@@ -106,6 +107,7 @@ class Worker:
     place: Placement | None = None
     inputs: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)  # made once a pipeline
     job: Job | None = None
+    ends: Ends | None = None
     closing: bool = False
     steps: list[StepRecord] = field(default_factory=list)
     traffic: Counter[str] = field(default_factory=Counter)  # messages of this prompt, by Pulse's names
@@ -144,7 +146,9 @@ class Worker:
         assert self.place is not None
         self.job, self.closing, self.steps = job, False, []
         self.traffic.clear()
-        stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos, job.prompt)
+        stage = Stage(self.place.pipeline, self.place.index, len(job.prompt), job.budget, job.eos, job.prompt,
+                      ends=self.ends)
+        self.ends = None
         begin(self.runner, job, self.place)
         self.skipping = skipping(stage, self.runner)
         self._generate(stage)
@@ -156,6 +160,11 @@ class Worker:
         self.send(stage)
         outcome = Outcome(job.run, asdict(stage.close()), self.steps, list(stage.sequence), self._ended())
         self.parent.send(("closed", outcome))
+
+    def on_stops(self, stops: Stops) -> None:
+        """Be ready to end the next prompt at one of them, with the tokenizer loaded before its clock starts."""
+        self.ends = stops.ends()
+        self.parent.send(("stops", self.ends.ended))
 
     def on_measure(self, context: int, widths: tuple[int, ...], text: list[int]) -> None:
         """Time steps of these widths on a cache of ``context`` tokens (0: each is a prefill).

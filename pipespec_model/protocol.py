@@ -26,7 +26,7 @@ ours takes the longer sequence and says *final*.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .lookup import PromptLookup
@@ -54,6 +54,7 @@ class Stage:
     budget: int
     eos: frozenset[int] = frozenset()
     prompt: tuple[int, ...] = ()  # its tokens; a hybrid looks them up
+    ends: Callable[[int], bool] | None = None  # a target's: whether the text ends with a token, beside ``eos``
     sequence: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     counters: Counters = field(default_factory=Counters)
@@ -246,11 +247,10 @@ class Stage:
             return self._finish_draft(step, choices)
         drafts = step.drafts
         accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+        ended = False
+        while not ended and accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+            ended = self._ends(drafts[accepted])
             accepted += 1
-            if drafts[accepted - 1] in self.eos:
-                break
-        ended = accepted > 0 and drafts[accepted - 1] in self.eos
         emitted = list(drafts[:accepted]) if ended else [*drafts[:accepted], choices[accepted]]
         rejected = not ended and accepted < len(drafts)
         self.cached = self.prompt_length + len(self.sequence) + accepted
@@ -269,7 +269,7 @@ class Stage:
             if self.synchronous:
                 self._upstream_final = False
         if self.is_target:
-            self.done = len(self.sequence) >= self.budget or emitted[-1] in self.eos
+            self.done = ended or self._ends(emitted[-1]) or len(self.sequence) >= self.budget
         if self.has_upstream:
             # Blocking: after prefill both first tokens are simply there, and may differ; and in a
             # chain only the target speaks.
@@ -280,6 +280,10 @@ class Stage:
         if not self.is_target and not self.synchronous:
             self._offer(final=False)
         return accepted
+
+    def _ends(self, token: int) -> bool:
+        """Whether the text ends with a token that this stage commits to; asked once of each, in order."""
+        return token in self.eos or (self.ends is not None and self.ends(token))
 
     def _finish_draft(self, step: Step, tokens: Sequence[int]) -> int:
         kept = list(tokens[: step.limit])

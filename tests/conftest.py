@@ -69,15 +69,18 @@ class Done:
 
 
 def drive(pipeline: PipelineSpec, runners: Sequence[Any], prompt: Sequence[int], budget: int, *,
-          eos: Sequence[int] = (), rng: np.random.Generator | None = None, check: Any = None) -> Done:
+          eos: Sequence[int] = (), rng: np.random.Generator | None = None, check: Any = None,
+          ends: Any = None) -> Done:
     """Run one prompt as the stage processes would, one stage at a time.
 
     runners : begun already
     rng : picks whose turn it is (an uneven schedule); None = all stages in rotation
     check : called as ``check(stage, runner)`` after each step
+    ends : the target's, see protocol.Stage
     """
     k = len(runners)
     stages = [Stage(pipeline, i, len(prompt), budget, frozenset(eos), tuple(prompt)) for i in range(k)]
+    stages[-1].ends = ends
     inbox: list[deque[Any]] = [deque() for _ in stages]
     done = Done([], [[] for _ in stages], [], pipeline)
 
