@@ -22,13 +22,15 @@ from .built_in import contenders
 from .calibrate import calibrate
 from .clasp.command import study
 from .fleet import Fleet, new_trace
-from .host import assign_cores
+from .host import place
+from .hosts import Hosts, gather
 from .kept import fingerprint, open_trace
 from .loading import end_of_sequence, load_tokenizer
 from .peer import PEERS
 from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
 from .reading import ModelReader, tokenizer_of
+from .rendezvous import JOIN_S, launched
 from .retry import run_with_retries
 from .sampling_options import (
     DRAW,
@@ -70,13 +72,21 @@ def run_command(
     resume: Annotated[bool, typer.Option("--resume", help="keep what --out holds of this run; make the rest")] = False,
     retry: Annotated[int, typer.Option(min=0, help="times a prompt is tried again from what it had decided")] = 0,
     patience: Annotated[float, typer.Option(help="seconds after which a silent stage counts as hung")] = PATIENCE_S,
+    bind: Annotated[str | None, typer.Option(help="under torchrun: this host's address for the others")] = None,
+    join_timeout: Annotated[float, typer.Option(help="under torchrun: seconds for every host to arrive")] = JOIN_S,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the text")] = False,
 ) -> None:
-    """Generate: the text appears as the target decides it; the trace is written prompt by prompt."""
+    """Generate: the text appears as the target decides it; the trace is written prompt by prompt.
+
+    Under torchrun every rank is one stage, on its own host or not; the first one shows and writes it all.
+    """
+    hosts = gather(rank, bind=bind, join_s=join_timeout, patience_s=patience) if (rank := launched()) else None
+    if hosts and retry:
+        raise InputError("--retry", "must come without torchrun, which starts the stages", mend="use --resume")
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, seed=seed)
-    spec, chosen = _prepare(pipeline, _chosen(prompt, prompts))
+    spec, chosen = _prepare(pipeline, _chosen(prompt, prompts), hosts)
     stops = Stops(tuple(stop or ()), ModelReader(spec.target.model))
     spec.require_lookaheads()  # before a model is loaded
     if retry and (sampling.temperature > 0 or sampling.min_new_tokens > 0):
@@ -88,11 +98,13 @@ def run_command(
         make_folder(out)
     with ExitStack() as stack:
         fleet = stack.enter_context(Fleet(spec.stages, vocabulary=common_vocabulary([spec]),
-                                          apart=stages_apart([spec]), patience_s=patience))
+                                          apart=stages_apart([spec]), patience_s=patience, hosts=hosts))
         resolved = fleet.configure(spec)
         trace = new_trace(resolved, seed=sampling.seed, options={
             "max_new_tokens": max_new_tokens, "sampling": sampling.to_dict(), "stop": list(stops.strings),
             "prompts": fingerprint(chosen)})
+        if hosts:
+            trace.host["hosts"] = hosts.named
         writer = stack.enter_context(open_trace(out, resolved, trace, resume=resume)) if out is not None else None
         kept = {record.prompt: record for record in trace.prompts}
         for number, item in enumerate(chosen):
@@ -240,10 +252,13 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
-def _prepare(path: Path, prompts: list[Prompt] | None) -> tuple[PipelineSpec, list[Prompt]]:
+def _prepare(path: Path, prompts: list[Prompt] | None, hosts: Hosts | None = None,
+             ) -> tuple[PipelineSpec, list[Prompt]]:
     """None: built-in prompts for a calibration."""
     spec = load_pipeline(path)
-    assign_cores(spec, scripted=False)
+    if hosts:
+        hosts.check(spec.stages)
+    (hosts.place if hosts else place)(spec, scripted=False)
     if prompts is None:
         prompts = built_in("calibration", model=spec.target.model)[::2]
     tokenizer = tokenizer_of(spec.target.model)

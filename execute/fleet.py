@@ -10,7 +10,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from multiprocessing import connection, get_context
@@ -19,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pipespec_model.agreement import Agreement
+from pipespec_model.cli import INTERRUPTED
 from pipespec_model.errors import InputError, StageError
 from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, StageSpec
@@ -27,6 +27,7 @@ from pipespec_model.trace import PromptRecord, StepRecord, Trace
 from . import worker
 from .forced import Draws, Forced
 from .host import host, place, versions
+from .hosts import FAILED, Hosts
 from .processes import end_process, shared_processes, start, whole_models
 from .prompts import Prompt
 from .scripted import Script, Wrong
@@ -36,6 +37,7 @@ from .watch import PATIENCE_S, Watch, check_patience
 from .worker import Job, Outcome
 
 LOAD_TIMEOUT_S = 900.0
+CLOCK_TIMEOUT_S = 5.0
 
 
 class Fleet:
@@ -45,16 +47,19 @@ class Fleet:
     vocabulary : logits beyond this are padding
     apart : names of the layer-skipping drafters that have a process of their own (processes.stages_apart)
     patience_s : a stage that gives no sign for so long while a prompt runs is taken to hang (watch.py)
+    hosts : the other ranks of a run on several hosts (hosts.py): only the first stage is a process of this fleet,
+        which runs pipelines of exactly these stages in this order
     """
 
     def __init__(self, stages: Iterable[StageSpec], *, scripts: Mapping[str, Script | Wrong] | None = None,
                  vocabulary: int | None = None, apart: Collection[str] = (),
-                 patience_s: float = PATIENCE_S) -> None:
+                 patience_s: float = PATIENCE_S, hosts: Hosts | None = None) -> None:
         self.stages = {stage.name: stage for stage in stages}
         self.apart = frozenset(apart)
         self.scripts = dict(scripts or {})
         self.vocabulary = vocabulary
         self.patience_s = check_patience(patience_s)
+        self.hosts = hosts
         self.processes: dict[str, BaseProcess] = {}
         self.connections: dict[str, Connection] = {}
         self.context_limits: dict[str, int | None] = {}
@@ -72,13 +77,17 @@ class Fleet:
     def __enter__(self) -> Fleet:
         context = get_context("spawn")
         names = list(self.stages)
-        ends: dict[str, dict[str, Connection]] = {name: {} for name in names}
-        for i, a in enumerate(names):
-            for b in names[i + 1 :]:
+        here = names[:1] if self.hosts else names
+        ends: dict[str, dict[str, Connection]] = {name: {} for name in here}
+        for i, a in enumerate(here):
+            for b in here[i + 1 :]:
                 ends[a][b], ends[b][a] = context.Pipe()
         shared = {name: Shared.make() for name in self.apart}
         try:
-            for group in shared_processes(self.stages.values(), self.apart):
+            if self.hosts:
+                self.connections.update(self.hosts.seat(list(self.stages.values()), self.vocabulary))
+                ends[names[0]].update(self.hosts.neighbour)
+            for group in shared_processes((self.stages[name] for name in here), self.apart):
                 seats = []
                 for stage in group:
                     self.connections[stage.name], theirs = context.Pipe()
@@ -86,7 +95,8 @@ class Fleet:
                                              self._memory_of(stage, shared)))
                 process = context.Process(target=worker.main, name=group[0].name, daemon=True,
                                           args=(seats, self.vocabulary))
-                start(process)
+                # Of the signals that a launcher may send to all: this side decides what becomes of the stage.
+                start(process, deaf_to=(signal.SIGINT, signal.SIGTERM) if self.hosts else (signal.SIGINT,))
                 for seat in seats:
                     self.processes[seat.stage.name] = process
                     seat.parent.close()
@@ -109,19 +119,19 @@ class Fleet:
         return {name: memory for name, memory in shared.items()
                 if name == stage.name or stage.name in whole_models(self.stages[name], [stage])}
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(0 if kind is None else INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED)
 
     def restart(self) -> None:
         """Every stage anew, after one has failed."""
         self.close()
         self.__enter__()
 
-    def close(self) -> None:
-        """End every stage; whatever they were about is forgotten."""
+    def close(self, status: int = FAILED) -> None:
+        """End every stage, with this status; whatever they were about is forgotten."""
         for end in self.connections.values():
             try:
-                end.send(("exit",))
+                end.send(("exit", status))
             except OSError:
                 continue
         for process in self.processes.values():
@@ -174,17 +184,25 @@ class Fleet:
     def _dead(self, name: str, link: str = "") -> Exception:
         # A stage whose neighbour died ends too, with code 0 and a word of the link: the one to name is the first
         # cause, and what it said of it may still wait to be read.
+        told = {name} if link else set()
+        gone: set[str] = set()
         for other, end in self.connections.items():
-            with suppress(EOFError, ConnectionResetError):
+            try:
                 while end.poll(0):
                     message = end.recv()
                     if message[0] == "error" and message[1] != "link":
                         return self._failed(other, message)
-                    if message[0] == "error" and not link:
-                        name, link = other, message[2]
-        self.processes[name].join(timeout=1)
+                    if message[0] == "error":
+                        told.add(other)
+                        name, link = (name, link) if link else (other, message[2])
+            except (EOFError, ConnectionResetError):
+                gone.add(other)
+        if name in self.processes:
+            self.processes[name].join(timeout=1)
         codes = {other: process.exitcode for other, process in self.processes.items()}
         first = next((other for other, code in codes.items() if code), None)
+        if first is None and self.hosts and (lost := self.hosts.lost(self.connections, gone, told)):
+            return StageError(f"stage {lost!r} {self.hosts.where(lost)} is gone: its connection ended{self._during()}")
         if first is None and link:
             return StageError(f"stage {name!r} {link}{self._during()}")
         name = first or name
@@ -251,7 +269,8 @@ class Fleet:
 
     def place(self, pipeline: PipelineSpec) -> PipelineSpec:
         """The pipeline with every stage's cores filled in; nothing is sent."""
-        return place(pipeline, scripted=all(isinstance(self.scripts.get(s.name), Script) for s in pipeline.stages))
+        scripted = all(isinstance(self.scripts.get(stage.name), Script) for stage in pipeline.stages)
+        return (self.hosts.place if self.hosts else place)(pipeline, scripted=scripted)
 
     def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, *, max_new_tokens: int, number: int = 0,
                    repeat: int = 0,
@@ -279,6 +298,8 @@ class Fleet:
             self._send(names[-1], "stops", stops)
             if self._receive(names[-1], "stops", timeout_s=LOAD_TIMEOUT_S)[1]:
                 max_new_tokens = 0
+        if self.hosts:
+            self.hosts.compare_clocks(self._clock)
         self._runs += 1
         self._current = prompt.name
         if agreement is not None:
@@ -287,7 +308,7 @@ class Fleet:
         job = Job(self._runs, number, time.perf_counter(), tuple(prompt.tokens), max_new_tokens, frozenset(prompt.eos),
                   stream=on_text is not None, draws=draws, agreement=agreement)
         for name in reversed(names):
-            self._send(name, "prompt", job)
+            self._send(name, "prompt", self.hosts.request(name, job) if self.hosts else job)
         self._watch = Watch(names, self.patience_s, time.monotonic())
         while (message := self._next(names[-1]))[0] != "closed":
             if on_text is not None:
@@ -298,8 +319,17 @@ class Fleet:
         for name in reversed(names[:-1]):
             self._send(name, "close", job.run)
             outcomes.insert(0, self._next(name)[1])
-        self._current, self._watch = "", None
-        return self._records(outcomes, prompt, number, repeat)
+        self._watch = None
+        clocks = None
+        if self.hosts:
+            outcomes, clocks = self.hosts.align(outcomes, job.clock, self._clock)
+        self._current = ""
+        record, steps = self._records(outcomes, prompt, number, repeat)
+        return replace(record, clocks=clocks), steps
+
+    def _clock(self, name: str) -> float:
+        self._send(name, "clock")
+        return float(self._receive(name, "clock", timeout_s=CLOCK_TIMEOUT_S)[1])
 
     @staticmethod
     def _records(outcomes: list[Outcome], prompt: Prompt, number: int, repeat: int,

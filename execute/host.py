@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,15 +19,16 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, ...]]:
-    """Cores of each stage.
+def assign_cores(pipeline: PipelineSpec, *, scripted: bool, cores: Sequence[int] | None = None,
+                 ) -> list[tuple[int, ...]]:
+    """Cores of each stage, out of ``cores`` (None: this machine's).
 
     In a pipeline stages that compute get cores of their own, target first, unless they name one, which
     they may share; a chain's stages take
     turns and share them; lookups and scripted stages hardly compute and float.  Raises InputError
     where the threads do not fit.
     """
-    cores = available_cores()
+    cores = available_cores() if cores is None else list(cores)
     stages = [on_core(stage) for stage in pipeline.stages]
     computing = [] if scripted else [s for s in stages if not s.block and s.device.startswith("cpu")]
     for stage in stages:
@@ -55,11 +57,11 @@ def assign_cores(pipeline: PipelineSpec, *, scripted: bool) -> list[tuple[int, .
     return [placed.get(stage.name, tuple(cores)) for stage in stages]
 
 
-def place(pipeline: PipelineSpec, *, scripted: bool = False) -> PipelineSpec:
+def place(pipeline: PipelineSpec, *, scripted: bool = False, cores: Sequence[int] | None = None) -> PipelineSpec:
     """The pipeline with every stage's cores filled in."""
-    cores = assign_cores(pipeline, scripted=scripted)
     stages = (stage.model_copy(update={"cores": where})
-              for stage, where in zip(pipeline.stages, cores, strict=True))
+              for stage, where in zip(pipeline.stages, assign_cores(pipeline, scripted=scripted, cores=cores),
+                                      strict=True))
     return pipeline.model_copy(update={"stages": tuple(stages)})
 
 

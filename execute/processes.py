@@ -72,16 +72,17 @@ def _loaded(stage: StageSpec) -> StageSpec:
     return stage.model_copy(update={"threads": 1, "cores": None, "device": device})
 
 
-def start(process: BaseProcess) -> None:
+def start(process: BaseProcess, *, deaf_to: Collection[signal.Signals] = (signal.SIGINT,)) -> None:
     """Ctrl-C reaches the whole process group; a child that starts meanwhile inherits not to mind."""
     if threading.current_thread() is not threading.main_thread():
         process.start()
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in deaf_to}
     try:
         process.start()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_process(process: BaseProcess, *, now: bool = False) -> None:

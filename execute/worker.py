@@ -63,7 +63,7 @@ class Runner(Protocol):
 @dataclass(frozen=True)
 class Job:
     """One prompt for one stage.  ``run`` tells its messages from those of the prompt before; ``number``
-    names it in the trace.  ``clock``: time.perf_counter() of the request; that clock is the
+    names it in the trace.  ``clock``: time.perf_counter() of the request, by the stage's own host: that clock is the
     machine's monotonic one, the same in every process of a host."""
 
     run: int
@@ -124,7 +124,7 @@ class Worker:
         while True:
             verb, *args = self.parent.recv()
             if verb == "exit":
-                return
+                raise SystemExit(*args)
             getattr(self, f"on_{verb}")(*args)
 
     def on_configure(self, pipeline: PipelineSpec, index: int, cores: tuple[int, ...]) -> None:
@@ -188,6 +188,10 @@ class Worker:
     def on_pulse(self, run: int) -> None:
         """A sign of life, between two steps or between two prompts."""
         self.parent.send(("pulse", run, Pulse(len(self.steps), **self.traffic)))
+
+    def on_clock(self) -> None:
+        """What time it is here, for a parent on another host."""
+        self.parent.send(("clock", time.perf_counter()))
 
     def on_probe(self) -> None:
         self.parent.send(("probed", self.compute(probe, self.runner)))
@@ -266,7 +270,7 @@ class Worker:
             raise self._link_lost(source) from None
         if source is self.parent:
             if message[0] == "exit":
-                raise SystemExit(0)
+                raise SystemExit(*message[1:])
             if message[0] == "pulse":
                 self.on_pulse(message[1])
             self.closing = self.closing or message == ("close", self.job.run)
@@ -417,13 +421,13 @@ def reporting(parent: Connection) -> Iterator[None]:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
     except LinkLost as error:
-        _report(parent, "link", str(error))
+        report(parent, "link", str(error))
     except InputError as error:
-        _report(parent, "input", str(error))
+        report(parent, "input", str(error))
     except Exception as error:
         text = str(error) if isinstance(error, StepFailed) else f"with {said(error)}"
         place = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
-        _report(parent, "failure", f"{text} [{os.path.basename(place.filename)}:{place.lineno}]")
+        report(parent, "failure", f"{text} [{os.path.basename(place.filename)}:{place.lineno}]")
 
 
 def said(error: BaseException) -> str:
@@ -432,7 +436,7 @@ def said(error: BaseException) -> str:
     return text if text and type(error) is RuntimeError else f"{kind}: {text}" if text else kind
 
 
-def _report(parent: Connection, kind: str, text: str) -> None:
+def report(parent: Connection, kind: str, text: str) -> None:
     try:
         parent.send(("error", kind, text))
     except (BrokenPipeError, OSError):

@@ -60,6 +60,9 @@ class PromptRecord:
     counters : per stage, see protocol.Counters
     carried : of its tokens, those that an attempt that failed had decided already (execute/retry.py); their steps
         are in no record, their time is in total_s
+    clocks : of a run on several hosts, for every stage but the first: what was added to its clock to give the first
+        one's, before the prompt and after it, and the uncertainty of the two (execute/clocks.py); start_s and total_s
+        are by the first stage's clock
     near_tie_margin : target's top-2 margin per emitted token where it was recorded
     """
 
@@ -74,6 +77,7 @@ class PromptRecord:
     repeat: int = 0
     margins: list[float] | None = None
     carried: int = 0
+    clocks: list[dict[str, float]] | None = None
 
 
 @dataclass
