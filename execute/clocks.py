@@ -75,16 +75,14 @@ class Alignment:
 
         asked_s : of the request, by this clock
         """
-        def here(seconds: float) -> float:
-            return seconds + self.offset_s(asked_s + seconds) - self.before.offset_s
-
         def moved(step: StepRecord) -> StepRecord:
             assert step.start_s is not None
-            return replace(step, start_s=here(step.start_s))
+            drift_s = self.offset_s(asked_s + step.start_s) - self.before.offset_s
+            return replace(step, start_s=step.start_s + drift_s)
 
-        if not outcome.steps:
-            return outcome
-        return replace(outcome, steps=[moved(step) for step in outcome.steps], ended_s=here(outcome.ended_s))
+        steps = [moved(step) for step in outcome.steps]
+        ended_s = (steps[-1].start_s or 0.0) + steps[-1].duration_s if steps else 0.0
+        return replace(outcome, steps=steps, ended_s=ended_s)
 
     def to_dict(self, stage: int) -> dict[str, float]:
         return {"stage": stage, "before_s": self.before.offset_s, "after_s": self.after.offset_s,

@@ -244,8 +244,8 @@ def _accept(listener: socket.socket, secret: str, deadline: float, missing: Call
 
 
 def _read(end: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < min(size, MOST_GREETING) and (more := end.recv(size - len(data))):
+    data, size = b"", min(size, MOST_GREETING)
+    while len(data) < size and (more := end.recv(size - len(data))):
         data += more
     return data
 

@@ -1,7 +1,9 @@
 """One rank of a run on several hosts, as a process of its own: scripted stages, settings from one JSON argument.
 
 ``python tests/ranks.py SETTINGS`` with the variables that torchrun sets.  With ``store`` the ranks meet in a folder
-instead of torchrun's store, which spares every process to load torch.
+instead of torchrun's store, which spares every process to load torch.  Settings: ``tokens``, ``patterns`` of the
+drafters, ``step_s`` of each stage, ``runs`` as pairs of strategy and lookahead, ``out``; perhaps ``shift_s`` of a
+rank's clock, ``strike`` (stage, kind and context of execute/injection.py) and the options of ``gather``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from conftest import chain, rows_of, table
 
 from execute.fleet import Fleet, new_trace
 from execute.hosts import gather
+from execute.injection import Strike
 from execute.prompts import Prompt
 from execute.rendezvous import launched
 from execute.scripted import Script
@@ -58,6 +61,10 @@ def main(settings: dict[str, Any]) -> None:
     answer = list(range(100, 100 + settings["tokens"]))
     stages, agreement = table(rows_of(answer, *settings["patterns"]))
     scripts = [Script(Constant(seconds)) for seconds in settings["step_s"]]
+    if "strike" in settings:
+        victim, kind, context = settings["strike"]
+        strike = Strike(kind, settings["step_s"][victim], context, Path(settings["out"]) / "mark")
+        scripts[victim] = Script(strike)
     options = {name: settings[name] for name in ("bind", "join_s", "patience_s", "delay_s") if name in settings}
     store = Folder(settings["store"]) if "store" in settings else None
     try:
