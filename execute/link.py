@@ -31,6 +31,9 @@ from pipespec_model.sampling import Sampling
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
+from .forced import Draws
+from .reading import ModelReader
+from .stopping import Stops
 from .watch import Pulse
 from .worker import Job, Outcome
 
@@ -39,7 +42,8 @@ STALLED_S = 4  # in the middle of a message
 
 _ARRAY = np.empty(0, dtype=np.int64)
 _KINDS: tuple[Any, ...] = (
-    Drafts, Entries, Verdict, Job, Outcome, Pulse, StepRecord, Agreement, Sampling, PipelineSpec, StageSpec, LinkSpec,
+    Drafts, Entries, Verdict, Job, Outcome, Pulse, StepRecord, Agreement, Sampling, Draws, Stops, ModelReader,
+    PipelineSpec, StageSpec, LinkSpec,
     frozenset, np.ndarray, np.dtype, _ARRAY.__reduce_ex__(4)[0], _ARRAY.__reduce_ex__(5)[0])
 MAY_ARRIVE = {(kind.__module__, kind.__qualname__): kind for kind in _KINDS}
 

@@ -15,9 +15,12 @@ from conftest import chain, stage, table
 
 from execute.clocks import Alignment, Reading, read
 from execute.delay import delayed
+from execute.forced import Draws
 from execute.hosts import Hosts
 from execute.link import Link, loads
+from execute.reading import ModelReader
 from execute.rendezvous import Joined, Machine, Rank, address_towards, greeting, join, launched
+from execute.stopping import Stops
 from execute.watch import Pulse
 from execute.worker import Job, Outcome
 from pipespec_model.agreement import Agreement
@@ -44,11 +47,12 @@ def test_every_message_of_the_protocol_arrives_as_it_was() -> None:
     """Commands, answers and what neighbours say survive the way, arrays of tokens among them."""
     stages, agreement = table([[1, 2], [1, 2]])
     pipeline = chain("pipelined", stages)
-    job = Job(1, 0, 2.5, (1, 2), 9, frozenset({7}), sampling=Sampling(temperature=0.5))
+    job = Job(1, 0, 2.5, (1, 2), 9, frozenset({7}), draws=Draws(Sampling(temperature=0.5)))
     messages = [
         (3, Drafts(1, 2, 3, (4, 5), False, 6)), (3, Verdict(1, 2, 3, (4,), True, 5)), (3, Entries(0, 4, (1, 2))),
         ("configure", pipeline, 1, (0, 1)), ("prompt", job), ("seat", stages[0], {1: "s1"}, None),
-        ("pulse", 1, Pulse(1, 2, 3)), ("closed", Outcome(1, {"steps": 2}, [STEP], [1, 2], 0.6)), ("exit", 0)]
+        ("pulse", 1, Pulse(1, 2, 3)), ("closed", Outcome(1, {"steps": 2}, [STEP], [1, 2], 0.6)), ("exit", 0),
+        ("stops", Stops(("end",), ModelReader("m")))]
     a, b = map(Link, pair())
     with a, b:
         for message in messages:
