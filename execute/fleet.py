@@ -292,7 +292,7 @@ class Fleet:
         self.configure(pipeline)
         self.check_fits(pipeline, [prompt], max_new_tokens)
         if sampling is not None:
-            self._check_samples(pipeline, sampling)
+            self.check_samples(pipeline, sampling)
         names = [stage.name for stage in pipeline.stages]
         if stops is not None:
             self._send(names[-1], "stops", stops)
@@ -353,7 +353,7 @@ class Fleet:
                 raise InputError(f"prompt {prompt.name!r}", f"plus {max_new_tokens} new tokens must fit the context "
                                  f"of stage {stage.name!r} ({limit} tokens)", needed, "shorten it or ask for fewer")
 
-    def _check_samples(self, pipeline: PipelineSpec, sampling: Sampling) -> None:
+    def check_samples(self, pipeline: PipelineSpec, sampling: Sampling) -> None:
         """Refuse options where a stage has no scores that they could change."""
         for i, stage in enumerate(pipeline.stages):
             if isinstance(self.scripts.get(stage.name), Script) and not sampling.plain:

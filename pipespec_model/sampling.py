@@ -51,13 +51,17 @@ class Sampling(Spec):
         return None if self.plain else self
 
     @property
+    def given(self) -> dict[str, float]:
+        """The options that are not their defaults."""
+        return {name: getattr(self, name) for name, item in type(self).model_fields.items()
+                if getattr(self, name) != item.default}
+
+    @property
     def said(self) -> str:
-        """In words, what is not the default: ``temperature 0.8, top-p 0.95, seed 1``."""
-        return ", ".join(f"{name.replace('_', '-')} {getattr(self, name):g}"
-                         for name, item in type(self).model_fields.items() if getattr(self, name) != item.default)
+        """In words: ``temperature 0.8, top-p 0.95, seed 1``."""
+        return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.given.items())
 
     @property
     def first_set(self) -> str:
-        """The first option, the seed apart, that is not its default: what a refusal names."""
-        return next((name for name, item in type(self).model_fields.items()
-                     if name != "seed" and getattr(self, name) != item.default), "temperature")
+        """The first option given, the seed apart: what a refusal names."""
+        return next((name for name in self.given if name != "seed"), "temperature")

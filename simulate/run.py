@@ -47,6 +47,8 @@ def simulate(pipeline: PipelineSpec, profile: Profile, agreements: Sequence[Agre
     """
     trace = Trace("simulated", pipeline.to_dict(), seed=seed,
                   options={"spread": spread, "profile": profile.source, "neighbour_rate": profile.neighbour_rate})
+    if profile.sampling is not None:
+        trace.options["sampling"] = profile.sampling.to_dict()
     for number, agreement in enumerate(agreements):
         trace.add(*PromptRun(pipeline, profile, agreement, seed=seed, prompt=number, spread=spread,
                              slowness=None if slowness is None else slowness[number]).run())

@@ -15,11 +15,12 @@ from conftest import chain, stage
 from execute import built_in
 from execute.bench import Contender, Keeper, from_files, measure, rotated
 from execute.bench_report import document, first_differences, pairs, row, sentence, throughput_ratio
-from execute.peer import Peer, Twin, has_twin
+from execute.peer import Peer, Twin, generation_options, has_twin
 from execute.processes import processes_for
 from execute.prompts import Prompt
 from pipespec_model.__main__ import main
 from pipespec_model.errors import InputError, StageError
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace, load_trace
 
@@ -88,6 +89,23 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "peer.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(line["contender"], line["prompt"], line["tokens"]) for line in lines] == [
         ("theirs", "a", [1, 1]), ("theirs", "b", [1, 1])]
+
+
+def test_repeats_of_a_prompt_are_drawn_alike() -> None:
+    """With sampling every contender is given the settings, and each repeat of a prompt the same number."""
+    seen: list[tuple[str, int | None, Any]] = []
+
+    class Drawing(Fake):
+        def run_prompt(self, pipeline: PipelineSpec, prompt: Prompt, **options: Any) -> Any:
+            seen.append((prompt.name, options.get("drawn_as"), options["sampling"]))
+            return record(prompt.name, [1], 1.0), []
+
+    sampling = Sampling(temperature=0.8)
+    both = [contender(name, runs=Drawing(), twin_of=of) for name, of in (("x", ""), ("y", "x"))]
+    measure(both, PROMPTS, {"max_new_tokens": 2, "repeats": 3}, keeper=Keeper(None, both), advance=lambda *_: None,
+            sampling=sampling)
+    assert {(name, number) for name, number, _ in seen[2:]} == {("a", 0), ("b", 1)}
+    assert all(given == sampling for *_, given in seen)
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -219,6 +237,59 @@ def test_assistant_drafts_the_lookahead_every_round(tiny: dict[str, Path], plain
     assert tokens == plain_greedy(PROMPTS[0].tokens, BUDGET)
     assert seconds > 0
     assert widths == [4 + 3, 4, 4]
+
+
+def test_twin_draws_by_seed_and_number(tiny: dict[str, Path]) -> None:
+    """One seed and number, one text; another of either, another text.  A drafter that is its own target is never
+    refused, and the forwards are counted."""
+    from execute.loading import load_model
+
+    same, target = stage("same", tiny["target"]), stage("target", tiny["target"])
+    model = load_model(target)
+    alone = Twin(PipelineSpec.alone(target), model)
+    pair = Twin(chain("speculative", (same, target), lookahead=3), model)
+    texts = [alone.generate(PROMPTS[0].tokens, (), BUDGET, number=number,
+                            sampling=Sampling(temperature=1.0, seed=seed))[0]
+             for seed, number in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    assert alone.forwards == BUDGET
+    assert len({*map(tuple, texts)}) == 3
+    assert texts[0] == texts[3]
+    text, _ = pair.generate(PROMPTS[0].tokens, (), BUDGET, sampling=Sampling(temperature=1.0))
+    assert len(text) == BUDGET
+    assert pair.forwards == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"min_new_tokens": 4}, {"temperature": 0.7},
+                                     {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_twin_is_given_every_option(options: dict[str, Any]) -> None:
+    """What is set is there under generate()'s name, with its value; what does not draw has no option of drawing."""
+    found = generation_options(Sampling(**options))
+    assert found["do_sample"] is bool(options.get("temperature"))
+    assert {name: found[name] for name in options} == options
+    drawing = {"temperature", "top_k", "top_p"} if "temperature" in options else set()
+    assert set(found) == {"do_sample", *options, *drawing}
+
+
+def test_bench_of_sampled_text(tiny: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ours draw one text whatever the strategy, in every repeat; of the peer's texts nothing is claimed but their
+    tokens a step; the settings are in the document and in the traces."""
+    near, target = (f"{{name: {name}, model: {tiny[name]}}}" for name in ("near", "target"))
+    file = write(tmp_path, "near", f"strategy: speculative\nstages: [{near}, {target}]\nlinks: [{{lookahead: 3}}]\n")
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("w5 w8 w11 w14\nw7 w3 w7 w3 w7\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as end:
+        main(["execute", "bench", str(file), "--prompts", str(prompts), "--max-new-tokens", str(BUDGET), "--peer",
+              "transformers", "--temperature", "0.8", "--top-p", "0.95", "--seed", "1", "--out", str(out), "--json"])
+    said = capfd.readouterr()
+    assert end.value.code == 0, said.err
+    data = json.loads(said.out)
+    assert data["sampling"] == Sampling(temperature=0.8, top_p=0.95, seed=1).to_dict()
+    rows = {line["name"]: line for line in data["rows"]}
+    assert [line["identical_prompts"] for line in rows.values()] == [2, 2, None, None]
+    lengths = {name: line["mean_acceptance_length"] for name, line in rows.items()}
+    assert lengths["transformers-autoregressive"] == lengths["autoregressive"] == 1.0
+    assert min(lengths["near"], lengths["transformers-near"]) > 1.2
+    assert load_trace(out / "traces" / "near.jsonl")[0].options["sampling"] == data["sampling"]
 
 
 def test_peer_that_fails_or_dies_is_named(tiny: dict[str, Path]) -> None:

@@ -14,6 +14,7 @@ from conftest import STRATEGIES, VOCABULARY, Done, chain, drive, stage
 
 from execute.fleet import Fleet
 from execute.prompts import Prompt
+from execute.record import check_recordable
 from execute.sampler import Sampler, gumbel, sampler_of, words
 from execute.scripted import Script
 from pipespec_model.errors import InputError
@@ -212,13 +213,58 @@ def test_processes_draw_the_same_text(tiny) -> None:
             assert pieces == record.tokens == alone.tokens
 
 
-def test_a_scripted_stage_refuses_what_it_cannot_honour() -> None:
+def test_repeats_may_share_a_text(tiny) -> None:
+    """Two numbers of a trace drawn as one number give one text; by themselves they differ."""
+    alone = chain("autoregressive", [stage("target", tiny["target"])])
+    prompt = Prompt("p", "", tokens=PROMPT)
+    with Fleet(alone.stages) as fleet:
+        texts = [fleet.run_prompt(alone, prompt, max_new_tokens=12, number=number, drawn_as=drawn_as,
+                                  sampling=Sampling(temperature=1.0))[0].tokens
+                 for number, drawn_as in ((4, None), (5, None), (5, 4), (9, 4))]
+    assert texts[0] == texts[2] == texts[3] != texts[1]
+
+
+NOT_PLAIN = [{"temperature": 0.5}, {"temperature": 0.5, "top_k": 3, "seed": 2}, {"repetition_penalty": 1.5},
+             {"min_new_tokens": 4}, {"repetition_penalty": 0.9, "min_new_tokens": 2}]
+
+
+@pytest.mark.parametrize("options", NOT_PLAIN, ids=str)
+def test_a_scripted_stage_refuses_what_it_cannot_honour(options: dict[str, Any]) -> None:
     """A replay has no scores: the first option that would need them is named, before anything runs."""
+    name, value = next(iter(options.items()))
     stages = [stage("s0")]
-    with Fleet(stages, scripts={"s0": Script(Constant(0.0))}) as fleet, pytest.raises(
-            InputError, match=r"temperature must be absent where a stage is scripted \(stages.0, s0\), got 0.5"):
-        fleet.run_prompt(chain("autoregressive", stages), Prompt("p", "", tokens=PROMPT), max_new_tokens=3,
-                         sampling=Sampling(temperature=0.5))
+    fleet = Fleet(stages, scripts={"s0": Script(Constant(0.0))})
+    with pytest.raises(InputError, match=rf"{name} must be absent where a stage is scripted \(stages.0, s0\), "
+                                         f"got {value}"):
+        fleet.check_samples(chain("autoregressive", stages), Sampling(**options))
+    fleet.check_samples(chain("autoregressive", stages), Sampling())
+
+
+@pytest.mark.parametrize("options", NOT_PLAIN, ids=str)
+def test_a_layer_skipping_drafter_refuses_to_be_recorded_sampled(options: dict[str, Any]) -> None:
+    """Its choices along a text are recorded greedy alone: a calibration names the first option given, and does
+    without one."""
+    name, value = next(iter(options.items()))
+    skipping = stage("d", drafter="clasp", num_skipped_layers=1)
+    spec = chain("speculative", [skipping, stage("t", skipping.model)])
+    with pytest.raises(InputError, match=rf"{name} must be absent where a drafter skips layers \(stages.0, d\), "
+                                         f"got {value}"):
+        check_recordable(spec, Sampling(**options))
+    check_recordable(spec, Sampling())
+    check_recordable(spec, None)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--temperature", "0.7"), ("--min-new-tokens", "3")])
+def test_a_second_try_refuses_what_counts_from_the_first_token(option: str, value: str, tmp_path, tiny, capsys) -> None:
+    """--retry with an option that depends on the position is one line that names both."""
+    from execute.__main__ import main
+
+    (tmp_path / "p.yaml").write_text(f"strategy: autoregressive\nstages: [{{name: t, model: {tiny['target']}}}]\n",
+                                     encoding="utf-8")
+    with pytest.raises(SystemExit) as end:
+        main(["run", str(tmp_path / "p.yaml"), "--prompt", "w5", "--retry", "1", option, value])
+    assert end.value.code == 2
+    assert "--retry must come without --temperature and --min-new-tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "message"), [

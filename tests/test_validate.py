@@ -19,11 +19,12 @@ from pipespec_model.__main__ import main
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.latency import Constant
-from pipespec_model.profile import Profile, StageLatency
+from pipespec_model.profile import Profile, StageLatency, load_profile
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, load_trace
 from simulate.run import simulate
-from validate.__main__ import custom_rows, first_of_each_category, halves
+from validate.__main__ import custom_rows, first_of_each_category, halves, recordable
 from validate.compare import identity, noise_percent, replay_set, summarise
 from validate.rows import (
     Row,
@@ -167,6 +168,44 @@ def test_an_auto_lookahead_is_chosen_before_the_run(tiny, tmp_path: Path, capsys
     trace, _ = load_trace(tmp_path / "out" / "traces" / "pipeline.jsonl")
     assert found[0] == found[1] == [link["lookahead"] for link in trace.pipeline["links"]]
     assert 1 <= found[0][0] <= 12
+
+
+def test_a_sampled_run_is_predicted_and_replayed(tiny, tmp_path: Path, capsys) -> None:
+    """Every repeat of a prompt draws the text of plain decoding; the profile holds probabilities and how its texts
+    were drawn; the replay takes the very steps of the run; another seed is another run."""
+    args = [*write_tiny_run(tiny, tmp_path, prompts=4), "--json", "--temperature", "0.9", "--top-p", "0.95"]
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 0
+    data, out = json.loads(capsys.readouterr().out), tmp_path / "out"
+    assert (data["drawn"], data["sampling"]["top_p"]) == ("temperature 0.9, top-p 0.95", 0.95)
+    assert all(row["identical_prompts"] == row["num_prompts"] == 2 for row in data["rows"])
+    pair = data["rows"][1]
+    assert pair["replayed_mean_acceptance_length"] == pair["measured_mean_acceptance_length"] > 1
+    profile = load_profile(out / "profile-real.json")
+    assert profile.sampling == Sampling(temperature=0.9, top_p=0.95)
+    chances = np.concatenate([entry.same_draw for entry in profile.agreement], axis=1)
+    overlaps = np.concatenate([entry.overlap for entry in profile.agreement], axis=1)
+    assert len(profile.agreement) == 2
+    assert (chances[-1] == 1).all()
+    assert 0.3 < chances[0].mean() < 1
+    assert chances[0].mean() == pytest.approx(overlaps[0].mean(), abs=0.15)
+    assert "temperature 0.9, top-p 0.95" in (out / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit) as end:
+        main([*args, "--seed", "3"])
+    assert end.value.code == 2
+    assert "must be empty or hold the same run" in capsys.readouterr().err
+
+
+def test_layer_skipping_rows_are_left_out_of_a_sampled_run() -> None:
+    """Of the built-in rows those are dropped; a given pipeline with such a drafter is refused by name."""
+    rows = [Row("a", chain("autoregressive", [stage("t")])),
+            Row("b", chain("speculative", [stage("d", "t", drafter="clasp", num_skipped_layers=1), stage("t", "t")]))]
+    sampling = Sampling(temperature=0.7)
+    assert recordable(rows, None, given=False) == rows
+    assert [row.name for row in recordable(rows, sampling, given=False)] == ["a"]
+    with pytest.raises(InputError, match=r"temperature must be absent where a drafter skips layers \(stages.0, d\)"):
+        recordable(rows, sampling, given=True)
 
 
 @pytest.mark.parametrize("patterns", [("110",), ("1", "10")])

@@ -19,9 +19,22 @@ from execute.host import assign_cores, available_cores
 from execute.loading import DTYPES, end_of_sequence, load_tokenizer
 from execute.processes import processes_for
 from execute.prompts import Prompt, built_in, encode, load_prompts
+from execute.record import check_recordable
+from execute.sampling_options import (
+    DRAW,
+    MinNewTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_of,
+)
 from execute.zoo import BUILT_IN, FAMILY, built_in_folder
 from pipespec_model.cli import print_json, progress_bar, run
 from pipespec_model.errors import InputError
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, load_pipeline
 from pipespec_model.trace import Trace
 from simulate.run import simulate
@@ -45,15 +58,26 @@ def validate(
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
     full: Annotated[bool, typer.Option("--full", help="all rows, prompts and 64 tokens: 40 minutes")] = False,
     all_rows: Annotated[bool, typer.Option("--all-rows", help="all rows, few prompts: a quarter of an hour")] = False,
+    temperature: Temperature = DRAW.temperature,
+    top_k: TopK = DRAW.top_k,
+    top_p: TopP = DRAW.top_p,
+    min_p: MinP = DRAW.min_p,
+    repetition_penalty: RepetitionPenalty = DRAW.repetition_penalty,
+    min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
+    seed: Seed = DRAW.seed,
     tolerance: Annotated[float | None, typer.Option(help="exit 1 if the mean timing error is above this, in %")] = None,
     page: Annotated[Path | None, typer.Option(help="also write the table as a Markdown page there")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the report as one JSON document on stdout")] = False,
 ) -> int:
     """Calibrate on one half of the prompts, predict, measure on the other half, and report."""
     begun = time.monotonic()
+    sampling = sampling_of(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens, seed=seed).or_none
     # Read before a model is fetched: a fault in it is known in a moment.
     given = load_prompts(prompts) if prompts else None
     rows = chosen_rows(pipeline, model, family, dtype, extra=full or all_rows)
+    rows = recordable(rows, sampling, given=pipeline is not None)
     target = rows[0].pipeline.target
     tiny = target.model in FAMILY
     chosen = given or built_in(model=target.model)
@@ -68,13 +92,14 @@ def validate(
         emulated_prompts=12 if full else 6, emulated_tokens=48 if full else 24,
         calibration_prompts=[p.name for p in calibration], evaluation_prompts=[p.name for p in evaluation],
         prompts_sha256=hashlib.sha256("\0".join(p.text for p in chosen).encode()).hexdigest(),
-        rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows])
+        rows=[{"name": row.name, "pipeline": row.pipeline.to_dict()} for row in rows],
+        sampling=sampling.to_dict() if sampling else None)
     open_folder(out, settings)
     free_space(out)
     tokenizer = load_tokenizer(target.model)
     eos = end_of_sequence(target.model, tokenizer)
     groups = [Group(rows, processes_for({row.name: row.pipeline for row in rows}), encode(calibration, tokenizer, eos),
-                    encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full)]
+                    encode(evaluation, tokenizer, eos), tokens, settings.repeats, rounds, full, sampling=sampling)]
     if pipeline is None and (full or not tiny):
         groups.append(emulated_group(settings.emulated_prompts, settings.emulated_tokens, extra=full or all_rows))
     bar, advance = progress_bar(sum(weight(group) for group in groups))
@@ -85,7 +110,9 @@ def validate(
     shown = timeline_row(groups[0].rows)
     write_report(data, out, simulated=replayed(groups[0], shown), measured=groups[0].traces[shown.name])
     if page is not None:
-        write_page(data, page, "pipespec validate" + " --full" * full + " --all-rows" * all_rows + f" --page {page}")
+        drawn = "".join(f" --{name.replace('_', '-')} {value:g}" for name, value in (sampling or DRAW).given.items())
+        write_page(data, page,
+                   "pipespec validate" + " --full" * full + " --all-rows" * all_rows + drawn + f" --page {page}")
     if json_:
         print_json(data)
     else:
@@ -116,6 +143,14 @@ def chosen_rows(pipeline: Path | None, model: str | None, family: str | None, dt
     for row in rows:
         assign_cores(row.pipeline, scripted=False)
     return rows
+
+
+def recordable(rows: list[Row], sampling: Sampling | None, *, given: bool) -> list[Row]:
+    """Those whose drafters' choices are recorded along sampled text; a pipeline that was given must be one."""
+    if given:
+        for row in rows:
+            check_recordable(row.pipeline, sampling)
+    return rows if sampling is None else [row for row in rows if not any(s.clasp for s in row.pipeline.stages)]
 
 
 def built_in_there() -> bool:

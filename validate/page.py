@@ -17,7 +17,7 @@ def write_page(data: dict[str, Any], path: Path, command: str) -> None:
     host = data["host"]
     lines = [
         "# Validation", "", f"Written by `{command}`; do not edit.", "",
-        f"{data['model']}, {data['dtype']}, batch 1, greedy; {len(data['evaluation_prompts'])} prompts × "
+        f"{data['model']}, {data['dtype']}, batch 1, {data['drawn']}; {len(data['evaluation_prompts'])} prompts × "
         f"{data['max_new_tokens']} tokens, predicted from {len(data['calibration_prompts'])} others.  "
         f"{host['cpu']}, {host['cores']} cores, torch {data['versions']['torch']}.", "",
         "*Forecast*: from the calibration prompts, on disk before the first measured step.  *Replayed*: with the "

@@ -15,15 +15,17 @@ from typing import Any
 
 from execute.calibrate import calibrate
 from execute.fleet import Fleet, new_trace
+from execute.forced import Draws
 from execute.host import host, versions
 from execute.processes import stages_apart
 from execute.prompts import Prompt
-from execute.record import Drawn, record_agreement
+from execute.record import Drawn, draws_of, record_agreement
 from execute.vocabulary import common_vocabulary
 from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError
 from pipespec_model.profile import Profile, load_profile, recorded, save_profile
-from pipespec_model.spec import StageSpec
+from pipespec_model.sampling import Sampling
+from pipespec_model.spec import StageSpec, checked
 from pipespec_model.trace import Trace, TraceWriter, load_trace, save_trace
 from simulate.choose import choose_lookaheads
 
@@ -50,6 +52,7 @@ class Settings:
     evaluation_prompts: list[str]
     prompts_sha256: str
     rows: list[dict[str, Any]]
+    sampling: dict[str, Any] | None = None
 
 
 @dataclass
@@ -70,11 +73,20 @@ class Group:
     checks: dict[str, Trace] = field(default_factory=dict)
     predictions: dict[str, Prediction] = field(default_factory=dict)
     profile: Profile | None = None
+    sampling: Sampling | None = None
     margins: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def emulated(self) -> bool:
         return self.calibration_agreements is not None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """By prompt, what its noise goes by: as in the calibration, and the same in every repeat."""
+        return {prompt.name: number for number, prompt in enumerate([*self.calibration, *self.evaluation])}
+
+    def draws(self, prompt: Prompt) -> Draws | None:
+        return draws_of(prompt, self.sampling, self.numbers[prompt.name])
 
 
 def emulated_group(num_prompts: int, num_tokens: int, *, extra: bool = False) -> Group:
@@ -127,7 +139,7 @@ def run_group(group: Group, out: Path, advance: Advance) -> None:
             advance("calibrating", 10.0)
             profile, traces = calibrate(
                 fleet, pipelines, group.calibration, max_new_tokens=group.max_new_tokens,
-                rounds=group.rounds, agreements=group.calibration_agreements,
+                rounds=group.rounds, agreements=group.calibration_agreements, sampling=group.sampling,
                 tick=lambda text: advance(text, 10.0))
             save_profile(profile, profile_file)
             for i, trace in enumerate(traces):
@@ -176,7 +188,8 @@ def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: S
                     if wanted and not any(done.prompt == number for done in traces[row.name].prompts):
                         made = fleet.run_probed(
                             row.pipeline, prompt, max_new_tokens=group.max_new_tokens, number=number,
-                            repeat=repeat, agreement=agreements.get(prompt.name))
+                            repeat=repeat, agreement=agreements.get(prompt.name), sampling=group.sampling,
+                            drawn_as=group.numbers[prompt.name])
                         writers[row.name].append(*made)
                         traces[row.name].add(*made)
                     advance(f"measuring {row.pipeline.strategy} {row.pipeline.label}, repeat {repeat + 1}",
@@ -190,21 +203,26 @@ def _measure(group: Group, fleet: Fleet, out: Path, advance: Advance, prompts: S
 def _resume(path: Path, fleet: Fleet, row: Row, group: Group) -> Trace:
     if path.exists() and path.stat().st_size:
         return load_trace(path)[0]
-    return new_trace(fleet.configure(row.pipeline), emulated=group.emulated,
-                     options={"max_new_tokens": group.max_new_tokens, "repeats": group.repeats})
+    options: dict[str, Any] = {"max_new_tokens": group.max_new_tokens, "repeats": group.repeats}
+    if group.sampling is None:
+        return new_trace(fleet.configure(row.pipeline), emulated=group.emulated, options=options)
+    return new_trace(fleet.configure(row.pipeline), options=options | {"sampling": group.sampling.to_dict()},
+                     seed=group.sampling.seed)
 
 
 def _record(group: Group, fleet: Fleet) -> None:
     answers = baseline_answers(group)
     group.evaluation_agreements = record_agreement(
-        fleet, [row.pipeline for row in group.rows], [Drawn(p, answers[p.name]) for p in group.evaluation],
+        fleet, [row.pipeline for row in group.rows],
+        [Drawn(p, answers[p.name], group.draws(p)) for p in group.evaluation],
         max_new_tokens=group.max_new_tokens)
     made = [p for traces in (group.traces, group.checks) for trace in traces.values() for p in trace.prompts]
     differ = {p.name for p in made if p.tokens != answers[p.name]}
     target = group.rows[0].pipeline.target.name
     for prompt in [*group.evaluation, *group.calibration]:
         if prompt.name in differ:
-            group.margins[prompt.name] = fleet.teacher_force(target, prompt.tokens, answers[prompt.name]).margins
+            group.margins[prompt.name] = fleet.teacher_force(
+                target, prompt.tokens, answers[prompt.name], group.draws(prompt)).margins
 
 
 def baseline_answers(group: Group) -> dict[str, list[int]]:
@@ -218,6 +236,7 @@ def baseline_answers(group: Group) -> dict[str, list[int]]:
 
 def finish(groups: Sequence[Group], settings: Settings, seconds: float) -> dict[str, Any]:
     """The report's data, as ``--json`` prints it."""
+    drawn = checked(Sampling, settings.sampling, "sampling:").said if settings.sampling else "greedy"
     rows = []
     for group in groups:
         assert group.profile is not None
@@ -232,7 +251,8 @@ def finish(groups: Sequence[Group], settings: Settings, seconds: float) -> dict[
     return {
         "model": settings.model, "dtype": settings.dtype, "calibration_prompts": settings.calibration_prompts,
         "evaluation_prompts": settings.evaluation_prompts, "max_new_tokens": settings.max_new_tokens,
-        "repeats": settings.repeats, "host": host(), "versions": versions(), "seconds": round(seconds, 1),
+        "repeats": settings.repeats, "sampling": settings.sampling, "drawn": drawn, "host": host(),
+        "versions": versions(), "seconds": round(seconds, 1),
         "rows": rows, **summarise(rows),
     }
 
