@@ -67,11 +67,12 @@ def calibrate(fleet: Fleet, pipelines: Sequence[PipelineSpec], prompts: Sequence
     for number, prompt in enumerate(timed):
         tick(f"calibration round {number + 1} of {len(timed)}")
         context = CONTEXTS[number % len(CONTEXTS)]
-        made = [_time_alone(fleet, stage, text, context) for stage in alone]
+        made = [_time_alone(fleet, stage, text, context=context, sampling=sampling) for stage in alone]
         # Long enough for several steps of the slowest stage.
         slowest = max(step.duration_s for trace in made for step in trace.steps if step.width <= max(COMMON_WIDTHS))
         seconds = max(5 * slowest, min(max(20 * slowest, TOGETHER_S[0]), TOGETHER_S[1]))
-        made += [_time_together(fleet, group, text, seconds) for group in computing_sets(pipelines)]
+        made += [_time_together(fleet, group, text, seconds=seconds, sampling=sampling)
+                 for group in computing_sets(pipelines)]
         options: dict[str, Any] = {"agreement": agreements[number] if agreements else None,
                                    "sampling": sampling, "drawn_as": number}
         made.append(_run(fleet, baseline, prompt, max_new_tokens, options))
@@ -145,20 +146,22 @@ def reference_runs(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:
     return list(runs.values())
 
 
-def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], context: int) -> Trace:
+def _time_alone(fleet: Fleet, stage: StageSpec, text: list[int], *, context: int,
+                sampling: Sampling | None) -> Trace:
     trace = new_trace(fleet.configure(PipelineSpec.alone(stage)))
-    trace.steps = fleet.measure(stage.name, STEP_WIDTHS[context], text, context=context)
-    trace.steps += fleet.measure(stage.name, PREFILL_WIDTHS, text, context=0)
+    trace.steps = fleet.measure(stage.name, STEP_WIDTHS[context], text, context=context, sampling=sampling)
+    trace.steps += fleet.measure(stage.name, PREFILL_WIDTHS, text, context=0, sampling=sampling)
     return trace
 
 
-def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int], seconds: float) -> Trace:
+def _time_together(fleet: Fleet, group: Sequence[StageSpec], text: list[int], *, seconds: float,
+                   sampling: Sampling | None) -> Trace:
     """Each stage alone, and at once all of them: the contrast must not be one of two times of day."""
     links = tuple(LinkSpec() for _ in group[1:])
     spec = fleet.configure(PipelineSpec(stages=tuple(group), links=links))
     trace = new_trace(spec, options={"together": True})
     widths: dict[str, tuple[int, ...]] = {stage.name: COMMON_WIDTHS if i else (1,) for i, stage in enumerate(group)}
-    measured = fleet.measure_together(widths, text, context=CONTEXTS[0], seconds=seconds)
+    measured = fleet.measure_together(widths, text, context=CONTEXTS[0], seconds=seconds, sampling=sampling)
     for i, stage in enumerate(group):
         trace.steps += [replace(step, stage=i) for step in measured[stage.name]]
     return trace

@@ -361,19 +361,21 @@ class Fleet:
                 raise InputError(changed, f"must be absent where a stage is scripted (stages.{i}, {stage.name})",
                                  getattr(sampling, changed), "it replays recorded tokens")
 
-    def measure(self, name: str, widths: tuple[int, ...], text: list[int], *, context: int) -> list[StepRecord]:
-        """Time a step of each width by one stage, on a cache of ``context`` tokens (0: prefills)."""
-        self._send(name, "measure", context, widths, text)
+    def measure(self, name: str, widths: tuple[int, ...], text: list[int], *, context: int,
+                sampling: Sampling | None = None) -> list[StepRecord]:
+        """Time a step of each width by one stage, on a cache of ``context`` tokens (0: prefills); drawing takes time
+        too."""
+        self._send(name, "measure", context, widths, text, sampling)
         self._receive(name, "primed", timeout_s=600)
         self._send(name, "go", [(0.0, 0.0)])
         return list(self._receive(name, "measured", timeout_s=600)[1])
 
     def measure_together(self, widths: dict[str, tuple[int, ...]], text: list[int], *, context: int, seconds: float,
-                         ) -> dict[str, list[StepRecord]]:
+                         sampling: Sampling | None = None) -> dict[str, list[StepRecord]]:
         """Time steps of these widths by stage: each stage alone for half of ``seconds`` (kind ``alone``),
         then all at once (kind ``measure``; those steps throughout which all were at work)."""
         for name, wanted in widths.items():
-            self._send(name, "measure", context, wanted, text)
+            self._send(name, "measure", context, wanted, text, sampling)
         for name in widths:
             self._receive(name, "primed", timeout_s=600)
         begin = time.perf_counter() + 0.002

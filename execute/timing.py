@@ -18,27 +18,37 @@ from .scripted import ScriptedRunner
 PROBE_S = (0.05, 0.1)  # least and most, for twenty steps
 
 
-def prime(runner: Any, prompt: list[int], text: list[int]) -> None:
-    """Fill the cache with ``prompt`` and run one step that is not counted."""
+def prime(runner: Any, prompt: list[int], text: list[int], sampler: Any = None) -> None:
+    """Fill the cache with ``prompt`` and run one step that is not counted.
+
+    sampler : what chooses in the steps that follow, where the runner computes; None = greedy
+    """
     if isinstance(runner, ScriptedRunner):
         nothing = Agreement("measure", len(prompt), ("",), np.zeros((1, 1), dtype=np.int64))
         runner.begin_replay(nothing, 0, 0, block=False)
         return
-    runner.begin(prompt)
+    _begin(runner, prompt, sampler)
     if prompt and uses_torch(runner):
         runner.run([], Step("prefill", 0, 0, len(prompt), (), 1, 0, False))
     if prompt:
         measure(runner, prompt, 1, text)
 
 
-def measure(runner: Any, prompt: list[int], width: int, text: list[int]) -> list[StepRecord]:
-    """One step of ``width`` tokens after ``prompt``; without a prompt, a prefill of that width.
+def _begin(runner: Any, prompt: list[int], sampler: Any) -> None:
+    if uses_torch(runner):
+        runner.begin(prompt, sampler)
+    else:
+        runner.begin(prompt)
+
+
+def measure(runner: Any, prompt: list[int], width: int, text: list[int], sampler: Any = None) -> list[StepRecord]:
+    """One step of ``width`` tokens after ``prompt``; without a prompt, a prefill of that width, with ``sampler``.
 
     The cut back to the prompt is timed apart, as kind ``rollback``.
     """
     context = len(prompt)
     if not prompt and uses_torch(runner):
-        runner.begin((text * (1 + width // len(text)))[:width])
+        _begin(runner, (text * (1 + width // len(text)))[:width], sampler)
     sequence = [text[0]] if prompt else []
     drafts = tuple(text[i % len(text)] for i in range(1, width)) if prompt else ()
     step = Step("verify", len(sequence), context, width, drafts, width, 0, False)

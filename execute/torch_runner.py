@@ -107,7 +107,7 @@ def teacher_forced(runner: TorchRunner, prompt: Sequence[int], answer: Sequence[
 
     sampler : what chooses; None = greedy
     """
-    runner.begin(prompt)
+    runner.begin(prompt, sampler)
     out, logs = Forced(), []
     for position in range(len(answer)):
         cached = 0 if position == 0 else len(prompt) + position - 1

@@ -29,6 +29,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.lookup import PromptLookup
 from pipespec_model.messages import Entries, Step
 from pipespec_model.protocol import Stage
+from pipespec_model.sampling import Sampling
 from pipespec_model.spec import PipelineSpec, StageSpec
 from pipespec_model.trace import StepRecord
 
@@ -166,21 +167,22 @@ class Worker:
         self.ends = stops.ends()
         self.parent.send(("stops", self.ends.ended))
 
-    def on_measure(self, context: int, widths: tuple[int, ...], text: list[int]) -> None:
-        """Time steps of these widths on a cache of ``context`` tokens (0: each is a prefill).
+    def on_measure(self, context: int, widths: tuple[int, ...], text: list[int], sampling: Sampling | None) -> None:
+        """Time steps of these widths on a cache of ``context`` tokens (0: each is a prefill), choices included.
 
         Once primed, waits for ``("go", windows)``: in each ``(start_at, stop_at)`` it goes round until
         ``stop_at``, at least one step; with 0 each width once.
         """
         prompt = (text * (1 + context // len(text)))[:context]
-        self.compute(prime, self.runner, prompt, text)
+        sampler = sampler_for(self.runner, Draws(sampling) if sampling else None, prompt)
+        self.compute(prime, self.runner, prompt, text, sampler)
         self.parent.send(("primed",))
         _, windows = self.parent.recv()
         records: list[StepRecord] = []
         for start_at, stop_at in windows:
             time.sleep(max(0.0, start_at - time.perf_counter()))
             for width in widths if stop_at == 0 else cycle(widths):
-                records += self.compute(measure, self.runner, prompt, width, text)
+                records += self.compute(measure, self.runner, prompt, width, text, sampler)
                 if time.perf_counter() >= stop_at > 0:
                     break
         self.parent.send(("measured", records))
@@ -320,14 +322,19 @@ def begin(runner: Any, job: Job, place: Placement) -> None:
         assert job.agreement is not None
         runner.begin_replay(job.agreement, place.index, job.number, block=place.pipeline.stages[place.index].block)
     elif uses_torch(runner):
-        from .sampler import sampler_of
-
-        draws = job.draws
-        runner.begin(job.prompt, sampler_of(draws.sampling, job.prompt, number=draws.number, eos=draws.eos)
-                     if draws else None)
+        runner.begin(job.prompt, sampler_for(runner, job.draws, job.prompt))
         runner.run_number = job.run
     else:
         runner.begin(job.prompt)
+
+
+def sampler_for(runner: Any, draws: Draws | None, prompt: Sequence[int]) -> Any:
+    """What chooses for a runner that computes; None = greedy."""
+    if draws is None or not uses_torch(runner):
+        return None
+    from .sampler import sampler_of
+
+    return sampler_of(draws.sampling, prompt, number=draws.number, eos=draws.eos)
 
 
 def set_threads(threads: int, cores: Sequence[int], *, torch_loaded: bool) -> int:

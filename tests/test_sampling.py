@@ -17,6 +17,7 @@ from execute.prompts import Prompt
 from execute.record import check_recordable
 from execute.sampler import Sampler, gumbel, sampler_of, words
 from execute.scripted import Script
+from execute.timing import measure, prime, probe
 from pipespec_model.errors import InputError
 from pipespec_model.latency import Constant
 from pipespec_model.lookup import PromptLookup
@@ -222,6 +223,27 @@ def test_repeats_may_share_a_text(tiny) -> None:
                                   sampling=Sampling(temperature=1.0))[0].tokens
                  for number, drawn_as in ((4, None), (5, None), (5, 4), (9, 4))]
     assert texts[0] == texts[2] == texts[3] != texts[1]
+
+
+def test_timed_steps_are_drawn_too(runners) -> None:
+    """A step that is timed for a calibration, and a probe after it, choose as a run does: drawing is part of it."""
+    rows: list[int] = []
+
+    class Counting(Sampler):
+        def choose(self, logits: torch.Tensor, sequence: Sequence[int], drafts: Sequence[int]) -> list[int]:
+            rows.append(len(logits))
+            return super().choose(logits, sequence, drafts)
+
+    runner, sampler = runners["target"], Counting(Sampling(temperature=1.0), PROMPT, number=0)
+    prime(runner, list(PROMPT), list(PROMPT), sampler)
+    measure(runner, list(PROMPT), 3, list(PROMPT), sampler)
+    assert rows == [1, 1, 3]
+    assert len(probe(runner)) >= 1
+    assert set(rows[3:]) == {1}
+    measure(runner, [], 5, list(PROMPT), sampler)
+    counted = len(rows)
+    measure(runner, [], 5, list(PROMPT))
+    assert len(rows) == counted
 
 
 NOT_PLAIN = [{"temperature": 0.5}, {"temperature": 0.5, "top_k": 3, "seed": 2}, {"repetition_penalty": 1.5},
