@@ -1,10 +1,9 @@
 """How often a drafter draws the target's token: with shared noise as here, and with the best that any coupling does.
 
 Assumes the built-in models.  Draws texts of the target at several temperatures, and along each takes both stages'
-probabilities.  Prints one line a pair and temperature, of all positions: the share at which both drew one token; the
-mean probability of that given the target's token, which a profile records; the same over whatever the target draws;
-the mean of 1 − TV; and that of the least that shared noise agrees, (1 − TV)/(1 + TV).  docs/losslessness.md has the
-table.
+probabilities.  Prints one line a pair and temperature, of all positions: the share at which both drew one token, the
+mean probability of it given the text, the mean of 1 − TV, and that of the least that shared noise agrees,
+(1 − TV)/(1 + TV).  docs/losslessness.md has the table.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from execute.record import chance_and_overlap
 from execute.sampler import sampler_of
 from execute.torch_runner import TorchRunner
 from execute.zoo import BUILT_IN
-from pipespec_model.coupling import shared_noise_agreement
 from pipespec_model.messages import Step
 from pipespec_model.sampling import Sampling
 from pipespec_model.spec import StageSpec
@@ -47,14 +45,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    print("pair | temperature | positions | drawn alike | given the text | shared noise | 1 - TV | (1 - TV)/(1 + TV)")
+    print("pair | temperature | positions | drawn alike | shared noise | 1 - TV | (1 - TV)/(1 + TV)")
     for pair, (drafter, target) in PAIRS.items():
         runners = TorchRunner(drafter), TorchRunner(target)
         tokenizer = load_tokenizer(target.model)
         chosen = built_in("evaluation", model=target.model)[:: max(1, 12 // args.prompts)][: args.prompts]
         prompts = encode(chosen, tokenizer, end_of_sequence(target.model, tokenizer))
         for temperature in args.temperatures:
-            same, figures, whole = list[bool](), [], list[float]()
+            same, figures = [], []
             for number, prompt in enumerate(prompts):
                 draws = Draws(Sampling(temperature=temperature, seed=args.seed), number, prompt.eos)
                 text = text_of(runners[1], prompt.tokens, draws, args.tokens)
@@ -62,14 +60,10 @@ def main() -> None:
                              for runner, stage in zip(runners, (drafter, target), strict=True))
                 same += [a == b for a, b in zip(mine.choices, text, strict=True)]
                 figures.append(chance_and_overlap(own, mine, text))
-                assert own.log_probabilities is not None
-                assert mine.log_probabilities is not None
-                whole += [shared_noise_agreement(np.exp(p, dtype=float), np.exp(q, dtype=float))
-                          for p, q in zip(own.log_probabilities, mine.log_probabilities, strict=True)]
             chance, overlap = np.concatenate(figures, 1)
             error = np.sqrt(np.mean(same) * (1 - np.mean(same)) / len(same))
             print(f"{pair} | {temperature:g} | {len(same)} | {np.mean(same):.3f} ± {error:.3f} | {chance.mean():.3f} | "
-                  f"{np.mean(whole):.3f} | {overlap.mean():.3f} | {(overlap / (2 - overlap)).mean():.3f}", flush=True)
+                  f"{overlap.mean():.3f} | {(overlap / (2 - overlap)).mean():.3f}", flush=True)
 
 
 if __name__ == "__main__":
