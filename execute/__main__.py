@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from pipespec_model import metrics
 from pipespec_model.cli import make_folder, print_json, progress_bar, run
 from pipespec_model.errors import InputError, StageError
+from pipespec_model.locking import locked
 from pipespec_model.profile import save_profile
 from pipespec_model.spec import PipelineSpec, load_pipeline
 from pipespec_model.trace import save_trace
@@ -25,7 +27,7 @@ from .fleet import Fleet, new_trace
 from .host import place
 from .hosts import Hosts, gather
 from .kept import fingerprint, open_trace
-from .loading import end_of_sequence, load_tokenizer
+from .loading import TRUST_PICKLE, end_of_sequence, load_tokenizer
 from .peer import PEERS
 from .processes import stages_apart
 from .prompts import Prompt, built_in, encode, load_prompts
@@ -51,6 +53,7 @@ from .zoo import BUILT_IN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 PipelineFile = Annotated[Path, typer.Argument(help="pipeline YAML, or a models.json list")]
+TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="also load weights that may run code as they load")]
 PromptFile = Annotated[Path | None, typer.Option(help="text lines, or JSON Lines of Spec-Bench, HumanEval, GSM8K")]
 
 
@@ -74,12 +77,14 @@ def run_command(
     patience: Annotated[float, typer.Option(help="seconds after which a silent stage counts as hung")] = PATIENCE_S,
     bind: Annotated[str | None, typer.Option(help="under torchrun: this host's address for the others")] = None,
     join_timeout: Annotated[float, typer.Option(help="under torchrun: seconds for every host to arrive")] = JOIN_S,
+    trust_pickle: TrustPickle = False,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the text")] = False,
 ) -> None:
     """Generate: the text appears as the target decides it; the trace is written prompt by prompt.
 
     Under torchrun every rank is one stage, on its own host or not; the first one shows and writes it all.
     """
+    trust(trust_pickle)
     hosts = gather(rank, bind=bind, join_s=join_timeout, patience_s=patience) if (rank := launched()) else None
     if hosts and retry:
         raise InputError("--retry", "must come without torchrun, which starts the stages", mend="use --resume")
@@ -94,9 +99,10 @@ def run_command(
         raise InputError("--retry", "must come without --temperature and --min-new-tokens", mend="use --resume")
     if resume and out is None:
         raise InputError("--resume", "must come with --out")
-    if out is not None:
-        make_folder(out)
     with ExitStack() as stack:
+        if out is not None:
+            make_folder(out)
+            stack.enter_context(locked(out))
         fleet = stack.enter_context(Fleet(spec.stages, vocabulary=common_vocabulary([spec]),
                                           apart=stages_apart([spec]), patience_s=patience, hosts=hosts))
         resolved = fleet.configure(spec)
@@ -118,11 +124,11 @@ def run_command(
                                                  sampling=sampling, stops=stops if stop else None)
                 if writer is not None:
                     writer.append(record, steps)
-                trace.add(record, steps)
+                trace.prompts.append(record)  # its steps are on disk: a long run must not grow by them
             if show is not None:
                 show.end()
     speed = metrics.tokens_per_s(trace.prompts)
-    length = metrics.mean_acceptance_length(trace)
+    length = metrics.tokens_per_target_step(trace.prompts)
     if json_:
         texts = [{"prompt": p.name, "text": text_of(stops.read, p.tokens, stops.strings),
                   "tokens": p.tokens, "total_s": p.total_s, "ttft_s": p.ttft_s} for p in trace.prompts]
@@ -133,6 +139,12 @@ def run_command(
     links = range(len(spec.links))
     if any(metrics.link_figures(trace, i).drafted == 0 for i in links) and max_new_tokens > 2:
         print("warning: a drafter proposed nothing; the run was plain decoding", file=sys.stderr)
+
+
+def trust(pickles: bool) -> None:
+    """Let the stages' processes, which begin after this, load weights from a pickle."""
+    if pickles:
+        os.environ[TRUST_PICKLE] = "1"
 
 
 def _again(error: StageError, kept: int) -> None:
@@ -152,12 +164,14 @@ def calibrate_command(
     min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
     seed: Seed = DRAW.seed,
     out: Annotated[Path, typer.Option(help="output folder")] = Path("pipespec-profile"),
+    trust_pickle: TrustPickle = False,
     json_: Annotated[bool, typer.Option("--json", help="print the profile as JSON")] = False,
 ) -> None:
     """Measure step times, contention, costs and agreement of a pipeline; write profile.json.
 
     With sampling options, agreement is the probability of drawing the target's token, at each position of its text.
     """
+    trust(trust_pickle)
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, seed=seed)
@@ -201,9 +215,11 @@ def bench_command(
     min_new_tokens: MinNewTokens = DRAW.min_new_tokens,
     seed: Seed = DRAW.seed,
     out: Annotated[Path | None, typer.Option(help="folder for traces, bench.json and bench.csv")] = None,
+    trust_pickle: TrustPickle = False,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the table")] = False,
 ) -> None:
     """Strategies side by side on the same prompts, in turns; --peer transformers runs the library's own too."""
+    trust(trust_pickle)
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens, seed=seed).or_none

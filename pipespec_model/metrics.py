@@ -126,6 +126,12 @@ def mean_acceptance_length(trace: Trace) -> float | None:
     return ratio(sum(step.emitted for step in steps), len(steps))
 
 
+def tokens_per_target_step(prompts: Sequence[PromptRecord]) -> float | None:
+    """:func:`mean_acceptance_length` from the target's counters, where the steps are not at hand."""
+    target = [prompt.counters[-1] for prompt in prompts]
+    return ratio(sum(count["emitted"] for count in target), sum(count["steps"] for count in target))
+
+
 def acceptance_histogram(trace: Trace) -> list[int]:
     """How many target steps emitted 1, 2, 3, … tokens."""
     emitted = [step.emitted for step in target_steps(trace)]

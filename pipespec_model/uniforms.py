@@ -38,7 +38,7 @@ def mix(state: int, field: int) -> int:
     return z ^ (z >> 31)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)  # the prompts at hand; with room for thousands a long run fills it, which looks like a leak
 def _purpose(seed: int, prompt: int, stage: int, purpose: int) -> int:
     return mix(mix(mix(mix(0, seed), prompt), stage), purpose)
 
