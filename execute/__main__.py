@@ -25,7 +25,7 @@ from .calibrate import calibrate
 from .clasp.command import study
 from .fleet import Fleet, new_trace
 from .host import place
-from .hosts import Hosts, gather
+from .hosts import Hosts, gather, refuse_ranks
 from .kept import fingerprint, open_trace
 from .loading import TRUST_PICKLE, end_of_sequence, load_tokenizer
 from .peer import PEERS
@@ -171,6 +171,7 @@ def calibrate_command(
 
     With sampling options, agreement is the probability of drawing the target's token, at each position of its text.
     """
+    refuse_ranks("calibrate")
     trust(trust_pickle)
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -219,6 +220,7 @@ def bench_command(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the table")] = False,
 ) -> None:
     """Strategies side by side on the same prompts, in turns; --peer transformers runs the library's own too."""
+    refuse_ranks("bench")
     trust(trust_pickle)
     sampling = sampling_of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,

@@ -26,7 +26,7 @@ from . import worker
 from .clocks import Alignment, Reading, read
 from .host import place
 from .link import Link
-from .rendezvous import JOIN_S, Joined, Rank, Store, join, open_store
+from .rendezvous import JOIN_S, Joined, Rank, Store, join, launched, open_store
 from .scripted import Script
 from .watch import PATIENCE_S
 from .worker import Job, Outcome, Worker
@@ -154,6 +154,12 @@ def gather(rank: Rank, store: Store | None = None, *, bind: str | None = None, j
     # torchrun ends all its ranks when one of them has failed; which it was is still to be said.
     signal.signal(signal.SIGTERM, lambda *_: threading.Timer(GRACE_S, os._exit, [128 + signal.SIGTERM]).start())
     return Hosts(joined)
+
+
+def refuse_ranks(command: str) -> None:
+    """Raise InputError where torchrun has started several of what should be one process."""
+    if launched():
+        raise InputError(command, "must be started by itself, not by torchrun", mend="only execute run has ranks")
 
 
 # -- the other ranks --------------------------------------------------------------------------------

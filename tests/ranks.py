@@ -23,7 +23,7 @@ from execute.injection import Strike
 from execute.prompts import Prompt
 from execute.rendezvous import launched
 from execute.scripted import Script
-from pipespec_model.cli import fail
+from pipespec_model.cli import fail, interrupted
 from pipespec_model.errors import InputError, StageError
 from pipespec_model.latency import Constant
 from pipespec_model.trace import TraceWriter
@@ -79,6 +79,8 @@ def main(settings: dict[str, Any]) -> None:
                     writer.append(*fleet.run_prompt(pipeline, PROMPT, max_new_tokens=len(answer), agreement=agreement))
     except (InputError, StageError) as error:
         fail("ranks", str(error))
+    except KeyboardInterrupt:
+        interrupted("ranks")
     print("done", flush=True)
 
 

@@ -215,7 +215,7 @@ def test_a_stranger_is_shown_out(hello: bytes) -> None:
 
     def lead() -> None:
         try:
-            join(rank, store, join_s=1.0, patience_s=5)
+            join(rank, store, join_s=0.4, patience_s=5)
         except StageError as error:
             failed.append(str(error))
 
@@ -231,7 +231,7 @@ def test_a_stranger_is_shown_out(hello: bytes) -> None:
         stranger.settimeout(5)
         assert stranger.recv(1) == b""
     thread.join()
-    assert failed == ["rank 0: rank 1 did not arrive within 1 s: is the command running on every host?"]
+    assert failed == ["rank 0: rank 1 did not arrive within 0.4 s: is the command running on every host?"]
 
 
 def test_the_environment_decides() -> None:
