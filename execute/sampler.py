@@ -61,6 +61,16 @@ def gumbel(state: int, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def check_finite(best: Tensor, position: int) -> None:
+    """Raise ValueError naming the first position at which no token has a score: NaN among the logits, say.
+
+    best : ``[rows]``, the highest score of each; position : of the first
+    """
+    for row, top in enumerate(best.tolist()):
+        if not -float("inf") < top < float("inf"):
+            raise ValueError(f"the scores at position {position + row} must have a finite maximum, got {top}")
+
+
 class Sampler:
     """Chooses for one stage and one prompt.
 
@@ -102,9 +112,7 @@ class Sampler:
         """
         scores = self.scores(logits, sequence, drafts)
         best = scores.max(-1)
-        for row, top in enumerate(best.values.tolist()):
-            if not -float("inf") < top < float("inf"):
-                raise ValueError(f"the scores at position {len(sequence) + row} must have a finite maximum, got {top}")
+        check_finite(best.values, len(sequence))
         if not self.sampling.temperature:
             return [int(x) for x in best.indices.tolist()]
         return [self.draw(row, len(sequence) + i) for i, row in enumerate(scores)]

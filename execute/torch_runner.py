@@ -19,7 +19,7 @@ from pipespec_model.spec import StageSpec
 from .decoders import decoders
 from .forced import Forced
 from .loading import load_model
-from .sampler import Sampler
+from .sampler import Sampler, check_finite
 
 
 def crop_to(cache: Any, length: int) -> None:
@@ -39,7 +39,9 @@ def chosen(logits: torch.Tensor, sequence: Sequence[int], step: Step, sampler: S
     """A token for each row of logits ``[len(drafts) + 1, vocab]``: the best one, or what the sampler says."""
     if sampler is not None:
         return sampler.choose(logits, sequence, step.drafts)
-    return [int(x) for x in logits.argmax(-1).tolist()]
+    best = logits.max(-1)
+    check_finite(best.values, len(sequence))
+    return [int(x) for x in best.indices.tolist()]
 
 
 class TorchRunner:

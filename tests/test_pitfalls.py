@@ -5,6 +5,9 @@ Where the test of a pitfall is (no file named: here):
 =======  ===========================================================================================
 pitfall  test
 =======  ===========================================================================================
+4, 9,    test_pitfalls_sampling, which names the others' tests too
+10, 12,
+21
 15       test_every_option_changes_an_event, test_every_stage_option_changes_a_record,
          test_a_runner_is_made_with_its_stage_s_options, test_the_header_echoes_every_option,
          test_effective_threads_are_echoed, test_a_run_that_proposed_nothing_warns;
