@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -87,7 +88,7 @@ def kill_a_stage(run: subprocess.Popen[str], trace: Path) -> None:
     while not (trace.exists() and b"prompt_end" in trace.read_bytes()):
         assert run.poll() is None, run.communicate()[1]
         time.sleep(0.002)
-    os.kill(stages(run.pid)[-1], 9)
+    os.kill(stages(run.pid)[-1], signal.SIGKILL)
 
 
 def stages(parent: int) -> list[int]:
@@ -110,7 +111,10 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
         while not (folder / "a" / "out" / "trace.jsonl").exists():
             assert runs[0].poll() is None
             time.sleep(0.005)
+        # Held in mid-run: it must not be over before the third has come to its folder.
+        runs[0].send_signal(signal.SIGSTOP)
         third = Ended.of(start(stack, [*commands[0], "--json"]))
+        runs[0].send_signal(signal.SIGCONT)
         return [*map(Ended.of, runs), third]
 
 
