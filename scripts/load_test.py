@@ -169,11 +169,12 @@ def growth(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def picture(runs: dict[str, list[Sample]], path: Path) -> None:
-    """Resident memory and descriptors of each process by prompt, a column a run."""
+    """Growth of resident memory, and descriptors, of each process by prompt, a column a run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     plt.rcParams.update({"svg.hashsalt": "pipespec", "font.size": 11})
     colours, dashes = ("#000000", "#0072B2", "#D55E00", "#009E73"), ("-", "--", "-.", ":")
@@ -182,16 +183,19 @@ def picture(runs: dict[str, list[Sample]], path: Path) -> None:
         for line, name in enumerate(dict.fromkeys(item.process for item in samples)):
             own = [item for item in samples if item.process == name]
             x = [item.prompts for item in own]
-            style = {"color": colours[line], "linestyle": dashes[line], "label": name, "linewidth": 2}
-            axes[0, column].plot(x, [item.rss / 2**20 for item in own], **style)
+            warm = next(item.rss for item in own if item.prompts >= WARM_UP * own[-1].prompts)
+            style = {"color": colours[line], "linestyle": dashes[line], "linewidth": 2,
+                     "label": f"{name} ({own[-1].rss / 2**20:.0f} MiB)"}
+            axes[0, column].plot(x, [(item.rss - warm) / 2**20 for item in own], **style)
             axes[1, column].plot(x, [item.descriptors for item in own], **style)
         axes[0, column].set_title(title)
         axes[1, column].set_xlabel("prompts that have ended")
         axes[0, column].legend(frameon=False)
+        axes[1, column].set_ylim(0, 1.15 * axes[1, column].get_ylim()[1])
+        axes[1, column].yaxis.set_major_locator(MaxNLocator(5, integer=True))
         for row in (0, 1):
-            axes[row, column].set_ylim(bottom=0)
             axes[row, column].spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("resident memory, MiB")
+    axes[0, 0].set_ylabel("growth since warm-up, MiB")
     axes[1, 0].set_ylabel("open file descriptors")
     figure.tight_layout()
     figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
