@@ -4,8 +4,9 @@ stages in this process, so that most laws need no process and no model of any si
 
 from __future__ import annotations
 
+import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,14 @@ def write_tiny_run(tiny: dict[str, Path], folder: Path, *, prompts: int = 2) -> 
     (folder / "prompts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return ["validate", str(folder / "pipeline.yaml"), "--prompts", str(folder / "prompts.txt"),
             "--out", str(folder / "out")]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children can be interrupted: a shell's background job ignores Ctrl-C, and its children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def alive(pid: int) -> bool:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -149,14 +148,6 @@ def test_stages_end_with_their_parent(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
         assert all_gone(pids, NOTICED_S)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Children can be interrupted: a shell's background job ignores Ctrl-C, and its children inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("moment", ["starting", "calibration round"])

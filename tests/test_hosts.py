@@ -227,7 +227,7 @@ def test_every_rank_ends_with_the_first(tmp_path: Path) -> None:
         assert until(lambda: not any(alive(pid) for pid in own))
 
 
-def test_an_interrupt_ends_all_ranks_alike(tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_ranks_alike(tmp_path: Path, interruptible: None) -> None:
     """Ctrl-C, which torchrun passes to every rank: status 130 everywhere, and one line from the first."""
     with ranks(settings(tmp_path / "out", tokens=PLENTY)) as run:
         assert run.processes[0].stdout.readline() == "run 0\n"
