@@ -16,7 +16,7 @@ from pipespec_model.errors import InputError
 from pipespec_model.messages import Step
 from pipespec_model.spec import StageSpec
 
-from .decoders import decoders
+from .decoders import InPlaceCache, decoders
 from .forced import Forced
 from .loading import load_model
 from .sampler import Sampler, check_finite
@@ -79,7 +79,10 @@ class TorchRunner:
     def begin(self, prompt: Sequence[int], sampler: Sampler | None = None) -> None:
         """sampler : what chooses; None = greedy"""
         self._prompt, self.run_number, self._sampler = list(prompt), None, sampler
-        self.cache = self.prefill.new_cache()
+        if isinstance(self.cache, InPlaceCache):
+            self.forget(0)  # its memory is used again: a new one for every prompt would scatter the heap
+        else:
+            self.cache = self.prefill.new_cache()
 
     def forget(self, length: int) -> None:
         """Drop what the cache holds beyond ``length`` tokens."""
