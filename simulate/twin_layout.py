@@ -5,8 +5,9 @@ drives it in ``simulate.engine``, ``MESSAGE`` of ``pipespec_model.messages``.  A
 and 1; times are nanoseconds.
 
 Tokens are held as *a prefix of the target's path and a tail off it*: ``path`` counts the leading tokens that are the
-target's own, and only those behind them are stored, in a ring indexed by position.  So a message that says nothing but
-what the target will say is a few numbers, whatever its length, and comparing two of them is one comparison.
+target's own, and those behind them lie in a *branch*, a ring of tokens indexed by position.  A branch only ever grows
+at its tip, and whoever goes on along it shares it; whoever leaves it copies what lies behind and goes on alone.  So a
+message is a few numbers, whatever its length, and so is comparing two of them where both are on one branch.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ CASE = _record("plan prompt seed number slowness")
 (-1: all 1)."""
 
 STAGE = _record(
-    "length path cached rolled_back started exhausted has_turn done "
+    "length path branch cached rolled_back started exhausted has_turn done "
     # link downstream, link upstream
     "epoch_down known_down booked_down length_down has_request seen_verdict sent_drafts announced "
     "epoch_up acknowledged seen_drafts sent_verdicts upstream_final upstream_length answered "
     # drafts that wait: they continue the sequence, and so does their path
-    "num_drafts draft_path "
+    "num_drafts draft_path draft_branch "
     # the step that runs
     "kind position window limit width context step_rolled_back num_proposed "
     # the process: what it waits for, and that event's place in the order of events
     "mode due priority order ready num_steps busy_ns started_ns usual_ns " + " ".join(COUNTERS),
     "work_left rate")
 
-MESSAGE = _record("due order epoch serial start end path flag extra")
+MESSAGE = _record("due order epoch serial start end path branch flag extra")
 """``Drafts`` (``flag``: final, ``extra``: answers) or ``Verdict`` (``flag``: turn, ``extra``: length or -1)."""
 
 QUEUE = _record("head arrived sent tail")
@@ -72,15 +73,15 @@ WORLD = _record(
     # the clock
     "now order since in_flight frontier problem num_events first_token_ns computing computed_last "
     # addresses, and the sizes of rings less one
-    "stages specs queues messages tails draft_tails message_tails runs rows proposal words numbers eos log log_size "
-    "slowness ring_mask slot_mask row_mask row_stride",
+    "stages specs queues messages branches tips runs rows proposal words numbers eos log log_size "
+    "slowness ring_mask branch_mask slot_mask row_mask row_stride num_branches",
     "neighbour_rate goes_on_rate")
 """Everything that a run reads or changes, by value or by address:
 
 stages : STAGE ``[stage]``; specs : SPEC ``[stage]``; slowness : ``[stage]``
-tails, draft_tails : tokens off the target's path, by position modulo ring ``[stage, ring]``
+branches : tokens off the target's path, by position modulo ring ``[branch, ring]``; tips : their ends ``[branch]``
+num_branches : made so far; a branch's number modulo their ring is its place
 queues : QUEUE ``[direction, receiver]``; messages : MESSAGE ``[direction, receiver, slot]``, the last slot a request
-message_tails : their tokens off the path ``[direction, receiver, slot, ring]``
 rows : recorded choices ``[stage, position]``, or the ring of made-up ones; ``row_mask`` is all ones or the ring's
 runs : of made-up choices, agreements since the last disagreement of each link ``[stage]``
 proposal : of a lookup ``[ring]``

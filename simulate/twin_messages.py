@@ -5,20 +5,11 @@ A message is a snapshot of the sender's tokens from a position on; ``slot`` says
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from .twin_layout import DRAFTS, EXCLUDED, RING, VERDICTS, World, message_at, queue_at, stage_at
-from .twin_memory import compiled, integer_at, put_integer
-from .twin_tokens import (
-    append,
-    append_path,
-    keep_drafts_beyond,
-    put_draft,
-    target_token,
-    token_at,
-    truncate,
-)
+from .twin_memory import compiled
+from .twin_tokens import append_path, branched, keep_drafts_beyond, target_token, token_at, truncate
 
 
 @compiled
@@ -31,14 +22,8 @@ def slot_of(w: World, direction: int, receiver: int, number: int) -> int:
 @compiled
 def said_at(w: World, slot: int, position: int) -> int:
     """A message's token."""
-    if position < message_at(w.messages, slot).path:
-        return target_token(w, position)
-    return integer_at(w.message_tails, slot * (w.ring_mask + 1) + (position & w.ring_mask))
-
-
-@compiled
-def say(w: World, slot: int, position: int, token: int) -> None:
-    put_integer(w.message_tails, slot * (w.ring_mask + 1) + (position & w.ring_mask), token)
+    m = message_at(w.messages, slot)
+    return target_token(w, position) if position < m.path else branched(w, m.branch, position)
 
 
 @compiled
@@ -78,10 +63,7 @@ def on_drafts(w: World, i: int, slot: int) -> None:
         w.problem = EXCLUDED
     fits = m.end >= s.length and agree_until(w, i, slot) >= s.length
     s.num_drafts = m.end - s.length if fits else 0
-    s.draft_path = m.path
-    if fits:
-        for position in range(max(s.length, m.path), m.end):
-            put_draft(w, i, position, said_at(w, slot, position))
+    s.draft_path, s.draft_branch = m.path, m.branch
     s.upstream_final = m.flag
     if w.chain and m.flag:
         s.has_turn = 1
@@ -108,10 +90,8 @@ def on_verdict(w: World, i: int, slot: int) -> None:
 @compiled
 def copy_message(w: World, slot: int, to: int) -> None:
     m, out = message_at(w.messages, slot), message_at(w.messages, to)
-    out.epoch, out.serial, out.start, out.end, out.path = m.epoch, m.serial, m.start, m.end, m.path
-    out.flag, out.extra = m.flag, m.extra
-    for position in range(max(m.start, m.path), m.end):
-        say(w, to, position, said_at(w, slot, position))
+    out.epoch, out.serial, out.flag, out.extra = m.epoch, m.serial, m.flag, m.extra
+    out.start, out.end, out.path, out.branch = m.start, m.end, m.path, m.branch
 
 
 @compiled
@@ -119,7 +99,8 @@ def agree_until(w: World, i: int, slot: int) -> int:
     """First position, from the message's start, at which it and the stage's sequence differ or one of them ends."""
     s, m = stage_at(w.stages, i), message_at(w.messages, slot)
     end = min(s.length, m.end)
-    position = max(m.start, min(s.path, m.path, end))
+    same_branch = s.branch == m.branch and s.path == m.path
+    position = end if same_branch else max(m.start, min(s.path, m.path, end))
     while position < end and token_at(w, i, position) == said_at(w, slot, position):
         position += 1
     return position
@@ -165,8 +146,8 @@ def adopt(w: World, i: int, slot: int, first: int, known: int) -> None:
     s.exhausted = 0
     if s.path == first:
         append_path(w, i, min(m.path, m.end))
-    for position in range(s.length, m.end):
-        append(w, i, said_at(w, slot, position))
+    if m.end > s.length:
+        s.length, s.branch = m.end, m.branch
     if i == 0:
         return
     if cut:
@@ -188,19 +169,14 @@ def tell_upstream(w: World, i: int, turn: Any, decided: int) -> None:
     m = message_at(w.messages, slot)
     m.epoch, m.serial, m.flag = s.epoch_up, s.sent_verdicts, int(turn)
     m.start = min(s.acknowledged, s.length)
-    own_until = s.length
     if decided < 0:
         m.extra = -1
-        m.end, m.path = max(m.start, s.length), s.path
+        m.end, m.path, m.branch = max(m.start, s.length), s.path, s.branch
     else:
         source = message_at(w.messages, decided)
-        own_until = source.start
-        m.extra = s.length
+        m.extra, m.branch = s.length, source.branch
         m.end = max(m.start, source.end)
         m.path = s.path if s.path < source.start else max(source.start, source.path)
-    for position in stored(w, slot):
-        say(w, slot, position, token_at(w, i, position) if position < own_until else said_at(w, decided, position))
-
 
 @compiled
 def offer(w: World, i: int, final: int) -> None:
@@ -212,19 +188,7 @@ def offer(w: World, i: int, final: int) -> None:
     slot = new_slot(w, DRAFTS, i + 1)
     m = message_at(w.messages, slot)
     m.epoch, m.serial, m.start, m.flag, m.extra = s.epoch_down, s.sent_drafts, s.known_down, final, s.seen_verdict
-    m.end, m.path = max(s.known_down, s.length), s.path
-    for position in stored(w, slot):
-        say(w, slot, position, token_at(w, i, position))
-
-
-@compiled
-def stored(w: World, slot: int) -> Iterable[int]:
-    """Positions of a message's tokens that are off the target's path."""
-    m = message_at(w.messages, slot)
-    first = max(m.start, m.path)
-    if m.end - first > w.ring_mask + 1:
-        w.problem = RING
-    return range(first, m.end)
+    m.end, m.path, m.branch = max(s.known_down, s.length), s.path, s.branch
 
 
 @compiled

@@ -77,9 +77,8 @@ class Scratch(NamedTuple):
     stages: NDArray[np.int64]
     queues: NDArray[np.int64]
     messages: NDArray[np.int64]
-    tails: NDArray[np.int64]
-    draft_tails: NDArray[np.int64]
-    message_tails: NDArray[np.int64]
+    branches: NDArray[np.int64]
+    tips: NDArray[np.int64]
     runs: NDArray[np.int64]
     made_up: NDArray[np.int64]
     proposal: NDArray[np.int64]
@@ -88,14 +87,14 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, num_stages: int, ring: int) -> Scratch:
-        """Rings for ``ring`` tokens and as many messages, a power of two."""
+        """Rings for ``ring`` tokens, as many messages and twice as many branches, a power of two."""
         k, slots = num_stages, 2 * num_stages * (ring + 1)
 
         def integers(size: int) -> NDArray[np.int64]:
             return np.zeros(size, np.int64)
 
         return cls(np.zeros(1, WORLD), integers(k * _words(STAGE)), integers(2 * k * _words(QUEUE)),
-                   integers(slots * _words(MESSAGE)), integers(k * ring), integers(k * ring), integers(slots * ring),
+                   integers(slots * _words(MESSAGE)), integers(2 * ring * ring), integers(2 * ring),
                    integers(k), integers(k * ring), integers(ring), np.zeros(k * len(PURPOSES), np.uint64), np.ones(k))
 
 
@@ -128,7 +127,7 @@ def begin(w: Any, t: Tables, x: Scratch, number: int) -> None:
     w.neighbour_rate = plan.neighbour_rate
     w.prompt_length, w.budget, w.num_tokens = prompt.prompt_length, prompt.budget, prompt.num_tokens
     w.end_tokens, w.num_eos, w.goes_on_rate = prompt.eos, prompt.num_eos, prompt.goes_on_rate
-    w.now = w.since = w.in_flight = w.frontier = w.problem = w.num_events = w.computing = 0
+    w.now = w.since = w.in_flight = w.frontier = w.problem = w.num_events = w.computing = w.num_branches = 0
     w.order, w.first_token_ns, w.computed_last = k, -1, -1
     w.made_up = prompt.rows < 0
     if w.made_up:
@@ -155,12 +154,12 @@ def begin(w: Any, t: Tables, x: Scratch, number: int) -> None:
 def connect(w: Any, t: Tables, x: Scratch, log: Any) -> None:
     """Addresses that are the same for every case."""
     w.stages, w.queues, w.messages = x.stages.ctypes.data, x.queues.ctypes.data, x.messages.ctypes.data
-    w.tails, w.draft_tails = x.tails.ctypes.data, x.draft_tails.ctypes.data
-    w.message_tails = x.message_tails.ctypes.data
+    w.branches, w.tips = x.branches.ctypes.data, x.tips.ctypes.data
     w.runs, w.proposal, w.words = x.runs.ctypes.data, x.proposal.ctypes.data, x.words.ctypes.data
     w.slowness, w.numbers, w.eos = x.slowness.ctypes.data, t.numbers.ctypes.data, t.eos.ctypes.data
     w.log, w.log_size = log.ctypes.data, len(log)
     w.ring_mask = w.slot_mask = len(x.proposal) - 1
+    w.branch_mask = len(x.tips) - 1
 
 
 @compiled

@@ -12,6 +12,7 @@ from .twin_memory import compiled, integer_at, put_integer
 from .twin_messages import offer, reconcile, slot_of, tell_upstream
 from .twin_tokens import (
     append,
+    append_draft,
     append_path,
     draft_at,
     is_end,
@@ -214,9 +215,10 @@ def judge(w: World, i: int) -> bool:
             choice = own_choice(w, i, position)
         else:
             choice = stray_choice(w, i, position, last, draft, has_draft)
-        append(w, i, choice)
         if not has_draft or choice != draft:
+            append(w, i, choice)
             return False
+        append_draft(w, i)
         if heeds and is_end(w, draft):
             return True
         last = draft

@@ -114,26 +114,57 @@ def is_end(w: World, token: int) -> bool:
     return found
 
 
+# -- branches -----------------------------------------------------------------------------------
+
+
+@compiled
+def branched(w: World, branch: int, position: int) -> int:
+    """A branch's token."""
+    if w.num_branches - branch > w.branch_mask:
+        w.problem = RING
+    return integer_at(w.branches, (branch & w.branch_mask) * (w.ring_mask + 1) + (position & w.ring_mask))
+
+
+@compiled
+def grown(w: World, branch: int, start: int, end: int, token: int) -> int:
+    """The branch in which ``token`` follows what ``branch`` holds from ``start`` to ``end``."""
+    if end > start:
+        tip = integer_at(w.tips, branch & w.branch_mask)
+        if tip > end and branched(w, branch, end) == token:
+            return branch
+        if tip == end:
+            put_branched(w, branch, end, token)
+            return branch
+    w.num_branches += 1
+    for position in range(start, end):
+        put_branched(w, w.num_branches, position, branched(w, branch, position))
+    put_branched(w, w.num_branches, end, token)
+    return w.num_branches
+
+
+@compiled
+def put_branched(w: World, branch: int, position: int, token: int) -> None:
+    """Put a branch's next token."""
+    if w.num_branches - branch > w.branch_mask:
+        w.problem = RING
+    slot = branch & w.branch_mask
+    put_integer(w.branches, slot * (w.ring_mask + 1) + (position & w.ring_mask), token)
+    put_integer(w.tips, slot, position + 1)
+
+
 # -- sequences ----------------------------------------------------------------------------------
 
 
 @compiled
 def token_at(w: World, stage: int, position: int) -> int:
-    if position < stage_at(w.stages, stage).path:
-        return target_token(w, position)
-    return integer_at(w.tails, stage * (w.ring_mask + 1) + (position & w.ring_mask))
+    s = stage_at(w.stages, stage)
+    return target_token(w, position) if position < s.path else branched(w, s.branch, position)
 
 
 @compiled
 def draft_at(w: World, stage: int, position: int) -> int:
-    if position < stage_at(w.stages, stage).draft_path:
-        return target_token(w, position)
-    return integer_at(w.draft_tails, stage * (w.ring_mask + 1) + (position & w.ring_mask))
-
-
-@compiled
-def put_draft(w: World, stage: int, position: int, token: int) -> None:
-    put_integer(w.draft_tails, stage * (w.ring_mask + 1) + (position & w.ring_mask), token)
+    s = stage_at(w.stages, stage)
+    return target_token(w, position) if position < s.draft_path else branched(w, s.draft_branch, position)
 
 
 @compiled
@@ -144,7 +175,18 @@ def append(w: World, stage: int, token: int) -> None:
     else:
         if s.length - s.path > w.ring_mask:
             w.problem = RING
-        put_integer(w.tails, stage * (w.ring_mask + 1) + (s.length & w.ring_mask), token)
+        s.branch = grown(w, s.branch, s.path, s.length, token)
+    s.length += 1
+
+
+@compiled
+def append_draft(w: World, stage: int) -> None:
+    """Append the next of the drafts that continue the sequence."""
+    s = stage_at(w.stages, stage)
+    if s.length < s.draft_path:
+        s.path += 1
+    else:
+        s.branch = s.draft_branch
     s.length += 1
 
 
@@ -171,7 +213,8 @@ def keep_drafts_beyond(w: World, stage: int, start: int) -> None:
     that what was appended since is what they say."""
     s = stage_at(w.stages, stage)
     fits = start + s.num_drafts >= s.length
-    position = max(start, min(s.path, s.draft_path))
+    same_branch = s.branch == s.draft_branch and s.path == s.draft_path
+    position = s.length if same_branch else max(start, min(s.path, s.draft_path))
     while fits and position < s.length:
         fits = token_at(w, stage, position) == draft_at(w, stage, position)
         position += 1
