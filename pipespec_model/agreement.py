@@ -192,6 +192,9 @@ class Replay:
     def __post_init__(self) -> None:
         self._rows = self.agreement.tokens.tolist()
         self._target = self._rows[-1]
+        # Equal tokens are one object, which is what makes comparing a sequence with the target's quick.
+        for row in self._rows[:-1]:
+            row[:] = [own if token == own else token for token, own in zip(row, self._target, strict=True)]
 
     def choices(self, stage: int, sequence: Sequence[int], drafts: Sequence[int]) -> list[int]:
         """Greedy choices after ``sequence`` and after each draft; ``len(drafts) + 1`` tokens."""

@@ -60,6 +60,15 @@ class Stage:
     counters: Counters = field(default_factory=Counters)
     done: bool = False
 
+    # What the stage is: asked at every step, so not worked out anew.
+    is_drafter: bool = field(init=False)
+    is_target: bool = field(init=False)
+    has_upstream: bool = field(init=False)
+    synchronous: bool = field(init=False)
+    blocking: bool = field(init=False)
+    requesting: bool = field(init=False)  # whether a verdict waits for its answer
+    _block: bool = field(init=False)
+
     cached: int = 0
     _rolled_back: bool = False
     _started: bool = False
@@ -87,12 +96,19 @@ class Stage:
     _lookup: PromptLookup | None = None
 
     def __post_init__(self) -> None:
+        self.is_target = self.index == len(self.pipeline.stages) - 1
+        self.is_drafter = self.index == 0 and not self.is_target
+        self.has_upstream = self.index > 0
+        self.synchronous = self.pipeline.strategy == "speculative"
+        self.blocking = self.pipeline.handshake == "blocking"
+        self.requesting = self.blocking and not self.synchronous
         self._has_turn = self.index == 0 or not self.synchronous
         # Blocking: of the downstream's own first token no request will tell.
         self._length_down = int(self.requesting)
         if self.blocking and not self.is_target:
             self.eos = frozenset()
         spec = self.pipeline.stages[self.index]
+        self._block = spec.block
         if spec.hybrid and self.prompt:
             # Only long matches: on a short one the model is right more often.
             self._lookup = PromptLookup(spec.max_ngram, spec.max_ngram)
@@ -102,34 +118,9 @@ class Stage:
     # -- what the stage is ------------------------------------------------------------------
 
     @property
-    def is_drafter(self) -> bool:
-        return self.index == 0 and not self.is_target
-
-    @property
-    def is_target(self) -> bool:
-        return self.index == len(self.pipeline.stages) - 1
-
-    @property
     def num_verdicts(self) -> int:
         """Serial of the newest verdict that was booked; it changes when a chain's next round begins."""
         return self._seen_verdict
-
-    @property
-    def has_upstream(self) -> bool:
-        return self.index > 0
-
-    @property
-    def synchronous(self) -> bool:
-        return self.pipeline.strategy == "speculative"
-
-    @property
-    def blocking(self) -> bool:
-        return self.pipeline.handshake == "blocking"
-
-    @property
-    def requesting(self) -> bool:
-        """Whether a verdict waits for its answer."""
-        return self.blocking and not self.synchronous
 
     @property
     def _prefill_round(self) -> bool:
@@ -148,7 +139,6 @@ class Stage:
         room = self._room()
         if room < 1 or (self.has_upstream and not self._enough_drafts()):
             return None
-        block = self.pipeline.stages[self.index].block
         window: tuple[int, ...] = ()
         alone = self._decodes_plainly() or (self.blocking and not self._started)
         if self.has_upstream and not alone:
@@ -157,7 +147,7 @@ class Stage:
         epoch = self._epoch_up if self.has_upstream else self._epoch_down
         if self._lookup and self._started and (found := self._lookup.propose(self.sequence, room)):
             return Step("lookup", len(self.sequence), self.cached, 0, (), len(found), epoch, False, tuple(found))
-        if block:
+        if self._block:
             kind = "draft"
         elif not self._started:
             kind = "prefill"
@@ -165,8 +155,8 @@ class Stage:
             kind = "draft" if self.is_drafter else "verify" if window else "decode"
         return Step(
             kind=kind, position=len(self.sequence), cached=self.cached,
-            width=0 if block else held - self.cached + len(window),
-            drafts=window, limit=room if block else 1, epoch=epoch, rolled_back=self._rolled_back,
+            width=0 if self._block else held - self.cached + len(window),
+            drafts=window, limit=room if self._block else 1, epoch=epoch, rolled_back=self._rolled_back,
         )
 
     def _handshake(self) -> bool:

@@ -2,18 +2,20 @@
 
 What is timed is what a user asks for: pipeline and profile in, totals out, made-up choices and off-path draws
 included; compiling is not, and is reported apart.  A case's figure is the median of its runs.  Both engines are given
-the same pipeline, the compiled one more tokens of it.
+the same pipeline, the compiled one more tokens of it.  A third row, ``simpy-bare``, says what SimPy itself would leave
+of the time: one process that waits as many times as the case's SimPy model makes events, and no rule at all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any
 
+import simpy
 import typer
 
 from pipespec_model.acceptance import IID
@@ -26,7 +28,7 @@ from pipespec_model.spec import PipelineSpec
 from .engine import PromptRun
 from .run import agreements_for
 
-ENGINES = ("simpy", "compiled")
+ENGINES = ("simpy-bare", "simpy", "compiled")
 NUM_RUNS = 5
 
 
@@ -86,11 +88,24 @@ def _simpy_runs(case: BenchCase, *, logged: bool = False) -> list[PromptRun]:
             for seed in range(case.num_seeds[0]) for number, prompt in enumerate(prompts)]
 
 
-def simpy_events(case: BenchCase) -> int:
+def simpy_events(case: BenchCase) -> tuple[int, int]:
+    """Events that the SimPy model logs, and events of SimPy's own that it makes for them."""
     runs = _simpy_runs(case, logged=True)
     for run in runs:
         run.run()
-    return sum(len(run.log or ()) for run in runs)
+    return sum(len(run.log or ()) for run in runs), sum(next(run.env._eid) for run in runs)
+
+
+def run_bare(num_events: int) -> None:
+    """That many SimPy events, with nothing to do at any."""
+    env = simpy.Environment()
+
+    def ticks() -> Generator[simpy.Event, None, None]:
+        for _ in range(num_events):
+            yield env.timeout(1)
+
+    env.process(ticks())
+    env.run()
 
 
 def run_compiled(case: BenchCase) -> tuple[int, int]:
@@ -106,14 +121,17 @@ def bench(cases: Sequence[BenchCase]) -> dict[str, Any]:
     """The document of ``--json``."""
     rows = []
     for case in cases:
+        logged, made = simpy_events(case)
         tokens, seconds = _timed(run_simpy, case)
-        rows.append(_row(case.name, "simpy", tokens, simpy_events(case), seconds))
+        _, bare_seconds = _timed(run_bare, made)
+        rows.append(_row(case.name, "simpy-bare", tokens, made, bare_seconds))
+        rows.append(_row(case.name, "simpy", tokens, logged, seconds))
         (tokens, events), seconds = _timed(run_compiled, case)
         rows.append(_row(case.name, "compiled", tokens, events, seconds))
     return {"cases": rows}
 
 
-def _timed(run: Callable[[BenchCase], Any], case: BenchCase) -> tuple[Any, float]:
+def _timed(run: Callable[[Any], Any], case: Any) -> tuple[Any, float]:
     seconds = []
     for _ in range(NUM_RUNS):
         start = time.perf_counter()
@@ -133,7 +151,7 @@ def bench_command(
     """Simulated tokens and events a second of both engines, and their ratio, on one core."""
     from .compiled import prepare
 
-    typer.echo("compiled engine: loading, or compiling (once, about 20 s) …", err=True)
+    typer.echo("compiled engine: loading, or compiling (once, about 30 s) …", err=True)
     seconds = prepare()
     typer.echo("compiled engine: " + ("found on disk" if seconds is None else f"compiled in {seconds:.1f} s"), err=True)
     result = bench(bench_cases())
@@ -149,10 +167,10 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
 
     table = Table(title=f"simulated a second, median of {NUM_RUNS} runs on one core")
     table.add_column("case", no_wrap=True)
-    for name in ("tokens, SimPy", "compiled", "ratio", "events, SimPy", "compiled"):
+    for name in ("tokens, bare SimPy", "SimPy", "compiled", "ratio", "events, SimPy", "compiled"):
         table.add_column(name, justify="right")
-    for slow, fast in zip(rows[::2], rows[1::2], strict=True):
-        table.add_row(slow["case"], *(_short(row["tokens_per_s"]) for row in (slow, fast)),
+    for bare, slow, fast in zip(*(rows[i :: len(ENGINES)] for i in range(len(ENGINES))), strict=True):
+        table.add_row(slow["case"], *(_short(row["tokens_per_s"]) for row in (bare, slow, fast)),
                       f"{fast['tokens_per_s'] / slow['tokens_per_s']:,.0f}×",
                       *(_short(row["events_per_s"]) for row in (slow, fast)))
     Console().print(table)

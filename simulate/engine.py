@@ -74,6 +74,7 @@ class PromptRun:
             for i in range(len(specs))
         ]
         self.latency = [self.profile.stage_latency(spec) for spec in specs]
+        self.blocks = [spec.block for spec in specs]
         self.costs = [self.profile.stage_costs(spec, self.pipeline.strategy) for spec in specs]
         chain = self.pipeline.strategy == "speculative"
         self.turn_rates = [self.profile.turn_rate(specs, spec) if chain else 1.0 for spec in specs]
@@ -155,7 +156,7 @@ class PromptRun:
             return list(step.proposal)
         if i in self.lookups:
             return self.lookups[i].run(sequence, step)
-        if self.pipeline.stages[i].block:
+        if self.blocks[i]:
             return self.replay.propose(i, sequence, step.limit)
         choices = self.replay.choices(i, sequence, step.drafts)
         # Of a stage with a model: the draft exit threshold stopped it.
@@ -165,7 +166,7 @@ class PromptRun:
         if step.kind == "lookup":
             return 0  # its microseconds are part of the turnaround
         latency: StageLatency = self.latency[i]
-        width, cached = num_tokens if self.pipeline.stages[i].block else step.width, step.cached
+        width, cached = num_tokens if self.blocks[i] else step.width, step.cached
         reads = step.kind == "prefill" and self.pipeline.reads_prompt(i)
         if step.kind == "prefill" and not reads:
             cached = self.agreement.prompt_length - 1
@@ -184,7 +185,7 @@ class PromptRun:
     def _turn_rate(self, i: int) -> float:
         """Of a chain's step: slower where another stage has computed since this one's last."""
         rate = 1.0 if self.on.computed_last in (None, i) else self.turn_rates[i]
-        if not self.pipeline.stages[i].block:
+        if not self.blocks[i]:
             self.on.computed_last = i
         return rate
 
@@ -235,7 +236,7 @@ class PromptRun:
             return  # booked when the prompt was settled
         self.in_flight.remove(entry)
         self.inbox[receiver].append(message)
-        if isinstance(message, Verdict) and self.pipeline.hands_over(receiver + 1):
+        if isinstance(message, Verdict) and receiver + 1 in self.giving:
             self.to_take.add(receiver)
         self._note(receiver, "arrive", len(self.stages[receiver].sequence))
         self.rouse(receiver)

@@ -11,9 +11,9 @@ from simulate import bench
 from simulate.__main__ import main
 
 
-def test_the_document_has_both_engines_on_every_case(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """Three cases by two engines; where both run the same tokens they count the same events; rates are counts over
-    seconds; words go to stderr."""
+def test_the_document_has_every_engine_on_every_case(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Three cases by two engines and by SimPy without rules; where both engines run the same tokens they count the
+    same events; rates are counts over seconds; words go to stderr."""
     monkeypatch.setattr(bench, "NUM_RUNS", 1)
     cases = bench.bench_cases(1e-4)
     monkeypatch.setattr(bench, "bench_cases", lambda: cases)
@@ -27,7 +27,9 @@ def test_the_document_has_both_engines_on_every_case(monkeypatch: pytest.MonkeyP
     for row in rows:
         assert set(row) == {"case", "engine", "tokens", "events", "tokens_per_s", "events_per_s"}
         assert row["tokens"] / row["tokens_per_s"] == pytest.approx(row["events"] / row["events_per_s"])
-    two, _, three, three_compiled, *_ = rows
+    bare, two, _, three_bare, three, three_compiled, *_ = rows
+    assert (bare["tokens"], three_bare["tokens"]) == (two["tokens"], three["tokens"])
+    assert bare["events"] > two["tokens"]
     assert two["tokens"] == 2000
     assert (three["tokens"], three["events"]) == (three_compiled["tokens"], three_compiled["events"])
     assert "compiled engine:" in err
@@ -35,8 +37,8 @@ def test_the_document_has_both_engines_on_every_case(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.bench
 def test_speed():
-    """At least 50 million simulated tokens a second for two stages with independent drafts, and a million for three
+    """At least 50 million simulated tokens a second for two stages with independent drafts, and two million for three
     with recorded choices, on one core that nobody else uses."""
     rows = {(row["case"], row["engine"]): row for row in bench.bench(bench.bench_cases())["cases"]}
     assert rows["two-stage-iid", "compiled"]["tokens_per_s"] >= 50e6
-    assert rows["three-stage-recorded", "compiled"]["tokens_per_s"] >= 1e6
+    assert rows["three-stage-recorded", "compiled"]["tokens_per_s"] >= 2e6
