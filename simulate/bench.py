@@ -151,7 +151,7 @@ def bench_command(
     """Simulated tokens and events a second of both engines, and their ratio, on one core."""
     from .compiled import prepare
 
-    typer.echo("compiled engine: loading, or compiling (once, about 30 s) …", err=True)
+    typer.echo("compiled engine: loading, or compiling (once, about 20 s) …", err=True)
     seconds = prepare()
     typer.echo("compiled engine: " + ("found on disk" if seconds is None else f"compiled in {seconds:.1f} s"), err=True)
     result = bench(bench_cases())

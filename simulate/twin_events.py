@@ -33,7 +33,6 @@ from .twin_layout import (
 )
 from .twin_memory import compiled, number_at, put_integer
 from .twin_messages import receive, reconcile, slot_of, tell_upstream
-from .twin_plan import chain, contended, general, handover_ns, looks_up, turnaround_ns
 from .twin_stage import finish, next_step, propose_ahead
 from .twin_time import is_constant, step_seconds, to_ns
 from .twin_tokens import STEP_TIME, drawn, unit
@@ -42,7 +41,7 @@ ON_ARRIVAL, ON_RESUME = 0, 1  # priorities; a step's end has ON_RESUME + its sta
 
 
 @compiled
-def run_prompt(w: World) -> None:
+def run_prompt(w: World, logging: bool) -> None:
     """From the request to the end of the target's process."""
     target = w.num_stages - 1
     while w.problem == 0:
@@ -52,14 +51,14 @@ def run_prompt(w: World) -> None:
             if s.due < due or (s.due == due and (s.priority, s.order) < (priority, order)):
                 best, due, priority, order = i, s.due, s.priority, s.order
         sender = -1
-        if general(w) and w.in_flight:
+        if w.in_flight:
             best, sender, due = first_arrival(w, best, due, priority)
         if due == NEVER:
             w.problem = EXCLUDED  # nothing can happen any more
             break
         w.now = due
         if sender >= 0:
-            arrive(w, best, sender)
+            arrive(w, best, sender, logging)
             continue
         mode = stage_at(w.stages, best).mode
         if mode == ENDED:
@@ -68,7 +67,7 @@ def run_prompt(w: World) -> None:
             ring(w, best)
             if not goes_first(w, best):
                 continue
-        resume(w, best)
+        resume(w, best, logging)
 
 
 @compiled
@@ -106,8 +105,8 @@ def schedule(w: World, i: int, delay: int, priority: int) -> None:
 
 
 @compiled
-def note(w: World, i: int, what: int, position: int) -> None:
-    if general(w) and w.num_events < w.log_size:
+def note(w: World, logging: bool, i: int, what: int, position: int) -> None:
+    if logging and w.num_events < w.log_size:
         row = w.log + 32 * w.num_events
         put_integer(row, 0, w.now)
         put_integer(row, 1, i)
@@ -120,28 +119,28 @@ def note(w: World, i: int, what: int, position: int) -> None:
 
 
 @compiled
-def resume(w: World, i: int) -> None:
+def resume(w: World, i: int, logging: bool) -> None:
     """One turn of a stage's process: what came of its step, its messages, its next step."""
     s = stage_at(w.stages, i)
     if s.mode == COMPUTED:
-        note(w, i, END, s.position)
+        note(w, logging, i, END, s.position)
         finish(w, i)
         s.busy_ns += w.now - s.started_ns
         if i == w.num_stages - 1 and w.first_token_ns < 0:
             w.first_token_ns = w.now
-        s.ready = w.now + turnaround_ns(w, i)
+        s.ready = w.now + spec_at(w.specs, i).turnaround_ns
     if s.done:
         s.mode = ENDED
-        send(w, i)
+        send(w, i, logging)
         if i == w.num_stages - 1:
             schedule(w, i, 0, ON_RESUME)
         else:
             s.due = NEVER
-        deliver(w, i)
+        deliver(w, i, logging)
         return
     receive(w, i, False)
     has_step = next_step(w, i)
-    send(w, i)
+    send(w, i, logging)
     if not has_step:
         s.mode, s.due = WAIT, NEVER
     elif w.now < s.ready:
@@ -149,23 +148,23 @@ def resume(w: World, i: int) -> None:
         schedule(w, i, s.ready - w.now, ON_RESUME)
     else:
         propose_ahead(w, i)
-        note(w, i, s.kind, s.position)
+        note(w, logging, i, s.kind, s.position)
         s.mode, s.started_ns = COMPUTING, w.now
         compute(w, i, work_ns(w, i))
-    deliver(w, i)
+    deliver(w, i, logging)
 
 
 @compiled
 def work_ns(w: World, i: int) -> int:
     s, spec = stage_at(w.stages, i), spec_at(w.specs, i)
     after_another = w.computed_last >= 0 and w.computed_last != i
-    if not looks_up(w, i):
+    if not spec.block:
         w.computed_last = i
     usual = s.kind != PREFILL and not (s.step_rolled_back and spec.rollback_s > 0)
-    if usual and s.usual_ns >= 0 and not (chain(w) and after_another):
+    if usual and s.usual_ns >= 0 and not (w.chain and after_another):
         s.num_steps += 1
         return s.usual_ns
-    width = s.num_proposed if looks_up(w, i) else s.width
+    width = s.num_proposed if spec.block else s.width
     place = spec.prefill if s.kind == PREFILL else spec.step
     draw = 0.0
     if w.spread and not is_constant(w.numbers, place):
@@ -182,7 +181,7 @@ def work_ns(w: World, i: int) -> int:
 @compiled
 def compute(w: World, i: int, work: int) -> None:
     """Begin a step: alone, it takes its work; in company, each at the rate that the set allows."""
-    if not contended(w):
+    if w.num_rates == 0:
         schedule(w, i, max(0, work), ON_RESUME + i)
         return
     advance(w)
@@ -196,7 +195,7 @@ def compute(w: World, i: int, work: int) -> None:
 def ring(w: World, i: int) -> None:
     """A step's work is done: the others go on at their new rates, its process resumes."""
     s = stage_at(w.stages, i)
-    if contended(w):
+    if w.num_rates:
         advance(w)
         w.computing &= ~(1 << i)
         reschedule(w)
@@ -232,21 +231,21 @@ def reschedule(w: World) -> None:
 
 
 @compiled
-def send(w: World, i: int) -> None:
+def send(w: World, i: int, logging: bool) -> None:
     """Put what the stage has to say on its way: verdicts first."""
     if i > 0:
-        post(w, VERDICTS, i - 1, i)
+        post(w, VERDICTS, i - 1, i, logging)
     if i < w.num_stages - 1:
-        post(w, DRAFTS, i + 1, i)
+        post(w, DRAFTS, i + 1, i, logging)
 
 
 @compiled
-def post(w: World, direction: int, receiver: int, sender: int) -> None:
+def post(w: World, direction: int, receiver: int, sender: int, logging: bool) -> None:
     q = queue_at(w.queues, direction * w.num_stages + receiver)
     while q.sent < q.tail:
-        note(w, sender, SEND_UP if direction == VERDICTS else SEND_DOWN, stage_at(w.stages, sender).length)
+        note(w, logging, sender, SEND_UP if direction == VERDICTS else SEND_DOWN, stage_at(w.stages, sender).length)
         m = message_at(w.messages, slot_of(w, direction, receiver, q.sent))
-        m.due = w.now + handover_ns(w, receiver)
+        m.due = w.now + spec_at(w.specs, receiver).handover_ns
         m.order = w.order
         w.order += 1
         w.in_flight += 1
@@ -254,24 +253,24 @@ def post(w: World, direction: int, receiver: int, sender: int) -> None:
 
 
 @compiled
-def deliver(w: World, i: int) -> None:
+def deliver(w: World, i: int, logging: bool) -> None:
     """What a stage has just sent and takes no time arrives before anything else happens."""
-    if i > 0 and handover_ns(w, i - 1) == 0:
+    if i > 0 and spec_at(w.specs, i - 1).handover_ns == 0:
         q = queue_at(w.queues, VERDICTS * w.num_stages + i - 1)
         while q.arrived < q.sent:
-            arrive(w, i - 1, VERDICTS)
-    if i < w.num_stages - 1 and handover_ns(w, i + 1) == 0:
+            arrive(w, i - 1, VERDICTS, logging)
+    if i < w.num_stages - 1 and spec_at(w.specs, i + 1).handover_ns == 0:
         q = queue_at(w.queues, DRAFTS * w.num_stages + i + 1)
         while q.arrived < q.sent:
-            arrive(w, i + 1, DRAFTS)
+            arrive(w, i + 1, DRAFTS, logging)
 
 
 @compiled
-def arrive(w: World, receiver: int, direction: int) -> None:
+def arrive(w: World, receiver: int, direction: int, logging: bool) -> None:
     s = stage_at(w.stages, receiver)
     queue_at(w.queues, direction * w.num_stages + receiver).arrived += 1
     w.in_flight -= 1
-    note(w, receiver, ARRIVE, s.length)
+    note(w, logging, receiver, ARRIVE, s.length)
     if s.mode == WAIT:
         s.mode = WOKEN
         schedule(w, receiver, 0, ON_RESUME)

@@ -66,7 +66,7 @@ QUEUE = _record("head arrived sent tail")
 """Messages of one direction to one stage: received up to ``head``, arrived up to ``arrived``, …; they never wrap round,
 their slots do."""
 
-_WORLD = (
+WORLD = _record(
     # of the plan and the prompt
     "num_stages chain blocking num_rates rates acceptance spread "
     "prompt_length budget num_tokens made_up end_tokens num_eos "
@@ -76,7 +76,6 @@ _WORLD = (
     "stages specs queues messages branches tips runs rows proposal words numbers eos log log_size "
     "slowness ring_mask branch_mask slot_mask row_mask row_stride num_branches",
     "neighbour_rate goes_on_rate")
-WORLD, DIRECT = (_record(_WORLD[0] + kind, _WORLD[1]) for kind in (" general", " direct"))
 """Everything that a run reads or changes, by value or by address:
 
 stages : STAGE ``[stage]``; specs : SPEC ``[stage]``; slowness : ``[stage]``
@@ -87,8 +86,6 @@ rows : recorded choices ``[stage, position]``, or the ring of made-up ones; ``ro
 runs : of made-up choices, agreements since the last disagreement of each link ``[stage]``
 proposal : of a lookup ``[ring]``
 words : states of the counter-based generator ``[stage, purpose]``
-
-``DIRECT`` is the same memory under a type of its own (twin_plan).
 """
 
 stage_at, spec_at, queue_at, message_at = map(records_at, (STAGE, SPEC, QUEUE, MESSAGE))

@@ -9,7 +9,6 @@ from typing import Any
 
 from .twin_layout import DRAFTS, EXCLUDED, RING, VERDICTS, World, message_at, queue_at, stage_at
 from .twin_memory import compiled
-from .twin_plan import blocking, chain
 from .twin_tokens import append_path, branched, keep_drafts_beyond, target_token, token_at, truncate
 
 
@@ -66,7 +65,7 @@ def on_drafts(w: World, i: int, slot: int) -> None:
     s.num_drafts = m.end - s.length if fits else 0
     s.draft_path, s.draft_branch = m.path, m.branch
     s.upstream_final = m.flag
-    if chain(w) and m.flag:
+    if w.chain and m.flag:
         s.has_turn = 1
 
 
@@ -79,7 +78,7 @@ def on_verdict(w: World, i: int, slot: int) -> None:
         known = max(known, message_at(w.messages, request).serial)
     if m.serial <= known:
         s.stale += 1
-    elif blocking(w) and not chain(w):
+    elif w.blocking and not w.chain:
         if s.has_request:
             reconcile(w, i, request)
         s.has_request = 1
@@ -118,7 +117,7 @@ def reconcile(w: World, i: int, slot: int) -> None:
     first = agree_until(w, i, slot)
     known = s.booked_down
     s.length_down = end if m.extra < 0 else m.extra
-    if blocking(w) and first == s.length and not s.exhausted:
+    if w.blocking and first == s.length and not s.exhausted:
         end = first
     s.booked_down = end if first < end else max(end, known)
     s.known_down = min(end, s.length_down)
@@ -126,9 +125,9 @@ def reconcile(w: World, i: int, slot: int) -> None:
         adopt(w, i, slot, first, known)
     else:
         s.kept += max(0, end - known)
-    if chain(w) and m.flag:
+    if w.chain and m.flag:
         if i > 0:
-            tell_upstream(w, i, 1, slot if blocking(w) else -1)
+            tell_upstream(w, i, 1, slot if w.blocking else -1)
         else:
             s.has_turn = 1
     s.announced = 0
@@ -157,8 +156,8 @@ def adopt(w: World, i: int, slot: int, first: int, known: int) -> None:
         s.acknowledged = min(s.acknowledged, first)
     else:
         keep_drafts_beyond(w, i, first)
-    if not blocking(w):
-        tell_upstream(w, i, not chain(w), -1)
+    if not w.blocking:
+        tell_upstream(w, i, not w.chain, -1)
 
 
 @compiled

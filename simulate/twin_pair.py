@@ -14,22 +14,15 @@ import numpy as np
 
 from .twin_layout import EXCLUDED, World, spec_at, stage_at
 from .twin_memory import compiled, number_at, word_at
-from .twin_plan import is_direct
 from .twin_time import is_constant, step_seconds, to_ns
 from .twin_tokens import ON_PATH, mix
 
-BY_EVENTS, DIRECTLY, ALONE, CHAIN, PAIR = range(5)
+BY_EVENTS, ALONE, CHAIN, PAIR = range(4)
 
 
 @compiled
 def way_of(w: World) -> int:
     """Which way a case may take."""
-    short = short_way_of(w)
-    return DIRECTLY if short == BY_EVENTS and is_direct(w) else short
-
-
-@compiled
-def short_way_of(w: World) -> int:
     for i in range(w.num_stages):
         spec = spec_at(w.specs, i)
         if not (is_constant(w.numbers, spec.step) and is_constant(w.numbers, spec.prefill)):

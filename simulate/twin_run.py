@@ -16,22 +16,11 @@ from numpy.typing import NDArray
 
 from pipespec_model import agreement, messages, uniforms
 
-from . import (
-    twin_events,
-    twin_layout,
-    twin_memory,
-    twin_messages,
-    twin_pair,
-    twin_plan,
-    twin_stage,
-    twin_time,
-    twin_tokens,
-)
+from . import twin_events, twin_layout, twin_memory, twin_messages, twin_pair, twin_stage, twin_time, twin_tokens
 from .twin_events import run_prompt, settle
 from .twin_layout import (
     CASE,
     COUNTERS,
-    DIRECT,
     MESSAGE,
     PLAN,
     PROMPT,
@@ -44,7 +33,7 @@ from .twin_layout import (
     stage_at,
 )
 from .twin_memory import compiled, integer_at
-from .twin_pair import BY_EVENTS, DIRECTLY, constant_ns, run_short, way_of
+from .twin_pair import BY_EVENTS, constant_ns, run_short, way_of
 from .twin_time import is_constant
 from .twin_tokens import PURPOSES, fill_words
 
@@ -82,10 +71,9 @@ class Tables(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Working memory, used again by every case: a WORLD, the same for direct plans, and what its addresses point to."""
+    """Working memory, used again by every case: a WORLD, and what its addresses point to."""
 
     world: NDArray[Any]
-    direct: NDArray[Any]
     stages: NDArray[np.int64]
     queues: NDArray[np.int64]
     messages: NDArray[np.int64]
@@ -105,8 +93,7 @@ class Scratch(NamedTuple):
         def integers(size: int) -> NDArray[np.int64]:
             return np.zeros(size, np.int64)
 
-        world = np.zeros(1, WORLD)
-        return cls(world, world.view(DIRECT), integers(k * _words(STAGE)), integers(2 * k * _words(QUEUE)),
+        return cls(np.zeros(1, WORLD), integers(k * _words(STAGE)), integers(2 * k * _words(QUEUE)),
                    integers(slots * _words(MESSAGE)), integers(2 * ring * ring), integers(2 * ring),
                    integers(k), integers(k * ring), integers(ring), np.zeros(k * len(PURPOSES), np.uint64), np.ones(k))
 
@@ -192,8 +179,8 @@ def book(w: Any, number: int, out: Outcome) -> None:
 def engine() -> Any:
     """The entry ``(tables, scratch, numbers of cases, outcome, log, shortcuts)``: compiled at its first call, or
     loaded.  With a log there must be no shortcuts."""
-    sources = digest_of([twin_layout, twin_memory, twin_tokens, twin_time, twin_plan, twin_messages, twin_stage,
-                         twin_events, twin_pair, agreement, messages, uniforms])
+    sources = digest_of([twin_layout, twin_memory, twin_tokens, twin_time, twin_messages, twin_stage, twin_events,
+                         twin_pair, agreement, messages, uniforms])
 
     def run_numbered(t: Tables, x: Scratch, chosen: Any, out: Outcome, log: Any, shortcuts: bool) -> int:
         w = x.world[0]
@@ -202,10 +189,7 @@ def engine() -> Any:
             begin(w, t, x, number)
             way = way_of(w) if shortcuts else BY_EVENTS
             if way == BY_EVENTS:
-                run_prompt(w)
-                settle(w)
-            elif way == DIRECTLY:
-                run_prompt(x.direct[0])
+                run_prompt(w, len(log) > 0)
                 settle(w)
             else:
                 run_short(w, way)

@@ -10,7 +10,6 @@ from pipespec_model.agreement import NO_PROPOSAL
 from .twin_layout import DECODE, DRAFT, PREFILL, VERDICTS, VERIFY, World, spec_at, stage_at
 from .twin_memory import compiled, integer_at, put_integer
 from .twin_messages import offer, reconcile, slot_of, tell_upstream
-from .twin_plan import blocking, chain, looks_up
 from .twin_tokens import (
     append,
     append_draft,
@@ -31,7 +30,7 @@ from .twin_tokens import (
 def next_step(w: World, i: int) -> bool:
     """Fill in the step to run now; False: wait for a message."""
     s = stage_at(w.stages, i)
-    if blocking(w) and not chain(w) and not handshake(w, i):
+    if w.blocking and not w.chain and not handshake(w, i):
         return False
     if s.done or not s.has_turn or cannot_go_on(w, i):
         announce_if_stuck(w, i)
@@ -39,8 +38,8 @@ def next_step(w: World, i: int) -> bool:
     most = room(w, i)
     if most < 1 or (i > 0 and not enough_drafts(w, i)):
         return False
-    block = looks_up(w, i)
-    alone = decodes_plainly(w, i) or (blocking(w) and not s.started)
+    block = spec_at(w.specs, i).block
+    alone = decodes_plainly(w, i) or (w.blocking and not s.started)
     s.window = 0 if i == 0 or alone else min(s.num_drafts, most - 1, spec_at(w.specs, i).max_window)
     held = w.prompt_length + s.length
     if block:
@@ -81,8 +80,8 @@ def room(w: World, i: int) -> int:
     if i == w.num_stages - 1:
         return left
     allowed = spec_at(w.specs, i).buffer_tokens
-    if chain(w) and (i == 0 or decodes_plainly(w, i)):
-        prefill_round = blocking(w) and s.seen_verdict == 0
+    if w.chain and (i == 0 or decodes_plainly(w, i)):
+        prefill_round = w.blocking and s.seen_verdict == 0
         allowed = 1 if prefill_round else spec_at(w.specs, i).lookahead_down
     return min(left - 1, allowed - (s.length - s.length_down))
 
@@ -90,31 +89,31 @@ def room(w: World, i: int) -> int:
 @compiled
 def enough_drafts(w: World, i: int) -> bool:
     s = stage_at(w.stages, i)
-    if chain(w):
+    if w.chain:
         return batch_waits(w, i) or decodes_plainly(w, i)
     if not s.started or batch_waits(w, i):
         return True
     wanted = min(spec_at(w.specs, i).lookahead_up, max(w.budget - 1 - s.length, 0))
-    ahead = s.upstream_length - s.length if blocking(w) else s.num_drafts
+    ahead = s.upstream_length - s.length if w.blocking else s.num_drafts
     return ahead >= wanted
 
 
 @compiled
 def batch_waits(w: World, i: int) -> bool:
     s = stage_at(w.stages, i)
-    return s.upstream_final != 0 and (blocking(w) or s.acknowledged == s.length)
+    return s.upstream_final != 0 and (w.blocking != 0 or s.acknowledged == s.length)
 
 
 @compiled
 def decodes_plainly(w: World, i: int) -> bool:
     s = stage_at(w.stages, i)
-    return chain(w) and i > 0 and s.has_turn != 0 and s.upstream_final == 0
+    return w.chain != 0 and i > 0 and s.has_turn != 0 and s.upstream_final == 0
 
 
 @compiled
 def heeds_end(w: World, i: int) -> bool:
     """Whether an end-of-sequence token ends what this stage does; of the published ones, only the target's."""
-    return w.num_eos > 0 and (not blocking(w) or i == w.num_stages - 1)
+    return w.num_eos > 0 and (w.blocking == 0 or i == w.num_stages - 1)
 
 
 @compiled
@@ -125,7 +124,7 @@ def cannot_go_on(w: World, i: int) -> bool:
     if heeds_end(w, i) and s.length and is_end(w, token_at(w, i, s.length - 1)):
         return True
     full = s.length >= w.budget - 1
-    return full or s.exhausted != 0 or (chain(w) and room(w, i) < 1)
+    return full or s.exhausted != 0 or (w.chain != 0 and room(w, i) < 1)
 
 
 @compiled
@@ -135,7 +134,7 @@ def announce_if_stuck(w: World, i: int) -> None:
         return
     s.announced = 1
     offer(w, i, 1)
-    if chain(w):
+    if w.chain:
         s.has_turn = 0
 
 
@@ -143,7 +142,7 @@ def announce_if_stuck(w: World, i: int) -> None:
 def propose_ahead(w: World, i: int) -> None:
     """A lookup's tokens are known when its step begins, for its time depends on their number."""
     s = stage_at(w.stages, i)
-    s.num_proposed = propose(w, i, s.limit) if looks_up(w, i) else 1
+    s.num_proposed = propose(w, i, s.limit) if spec_at(w.specs, i).block else 1
 
 
 # -- what came of a step ------------------------------------------------------------------------
@@ -184,17 +183,17 @@ def finish_verification(w: World, i: int, first: bool) -> None:
         else:
             keep_drafts_beyond(w, i, before)
         s.epoch_up += rejected
-        if chain(w):
+        if w.chain:
             s.upstream_final = 0
     if is_target:
         s.done = s.length >= w.budget or (heeds_end(w, i) and is_end(w, token_at(w, i, s.length - 1)))
     if i > 0:
-        silent = blocking(w) and (not is_target if chain(w) else first)
+        silent = w.blocking != 0 and (not is_target if w.chain else first)
         if not silent:
-            tell_upstream(w, i, is_target or not chain(w), -1)
-        if is_target and chain(w):
+            tell_upstream(w, i, is_target or not w.chain, -1)
+        if is_target and w.chain:
             s.has_turn = 0
-    if not is_target and not chain(w):
+    if not is_target and not w.chain:
         offer(w, i, 0)
 
 
@@ -230,7 +229,7 @@ def finish_draft(w: World, i: int) -> None:
     s = stage_at(w.stages, i)
     before = s.length
     found = 1
-    if looks_up(w, i):
+    if spec_at(w.specs, i).block:
         found = s.num_proposed
     else:
         token = drafted_token(w, i)
@@ -251,7 +250,7 @@ def finish_draft(w: World, i: int) -> None:
     s.announced = 0
     s.drafted += kept
     s.emitted += kept
-    if kept and not chain(w):
+    if kept and not w.chain:
         offer(w, i, 0)
 
 

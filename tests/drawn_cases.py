@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -131,16 +131,6 @@ def cases(draw: st.DrawFn) -> Drawn:
     recorded = draw(recordings(spec, num_tokens)) if draw(st.booleans()) else None
     return Drawn(spec, draw(profiles(spec)), recorded, num_tokens, draw(st.integers(0, 3)), draw(st.booleans()),
                  draw(st.integers(0, 2)))
-
-
-@st.composite
-def direct_cases(draw: st.DrawFn) -> Drawn:
-    """Overlapped pipelines in which nothing takes time but steps, rollbacks and the start: what the event loop is
-    compiled for a second time."""
-    drawn = draw(cases().filter(lambda case: len(case.pipeline.stages) > 1 and not case.pipeline.stages[0].block))
-    pipeline = drawn.pipeline.model_copy(update={"strategy": "pipelined", "handshake": "overlapped"})
-    costs = {name: replace(cost, turnaround_s=0.0, handover_s=0.0) for name, cost in drawn.profile.costs.items()}
-    return replace(drawn, pipeline=pipeline, profile=replace(drawn.profile, contention=(), costs=costs))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_cases import Drawn, cases, direct_cases, short_cases
+from drawn_cases import Drawn, cases, short_cases
 from hypothesis import given, settings
 
 from pipespec_model.acceptance import IID
@@ -71,18 +71,6 @@ def test_short_ways_give_the_event_loops_figures(drawn: Drawn):
     many events, over ten prompts."""
     cases_ = encode(drawn.pipeline, drawn.profile, num_prompts=10, num_tokens=drawn.num_tokens, seeds=(drawn.seed,))
     tables = cases_.encoder.tables()
-    short, long = (compiled._outcome(tables, shortcuts=shortcuts)[0] for shortcuts in (True, False))
-    for name, found, expected in zip(short._fields, short, long, strict=True):
-        np.testing.assert_array_equal(found, expected, err_msg=name)
-
-
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(direct_cases())
-def test_the_direct_loop_gives_the_event_loops_figures(drawn: Drawn):
-    """Where nothing takes time but steps, the rules compiled for that give the same totals and as many events, of
-    two to five stages, and are what is taken unless a shorter way is."""
-    tables = encode(drawn.pipeline, drawn.profile, num_prompts=2, num_tokens=drawn.num_tokens, seeds=(drawn.seed,),
-                    agreements=[drawn.recorded] if drawn.recorded else None, spread=drawn.spread).encoder.tables()
     short, long = (compiled._outcome(tables, shortcuts=shortcuts)[0] for shortcuts in (True, False))
     for name, found, expected in zip(short._fields, short, long, strict=True):
         np.testing.assert_array_equal(found, expected, err_msg=name)
