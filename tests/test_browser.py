@@ -60,8 +60,8 @@ def report(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     origins = sorted({r["origin"] for r in rows})
     data = {
         "model": f"a & b {EVIL}", "dtype": "float32", "calibration_prompts": [EVIL], "evaluation_prompts": ["e"],
-        "max_new_tokens": 24, "repeats": 2, "host": {"cpu": EVIL, "cores": 2, "system": "Linux", "machine": "x",
-                                                     "python": "3"},
+        "max_new_tokens": 24, "drawn": "greedy", "repeats": 2,
+        "host": {"cpu": EVIL, "cores": 2, "system": "Linux", "machine": "x", "python": "3"},
         "versions": {"torch": "1"}, "seconds": 3.0, "rows": rows, "interval_coverage": None,
         "mape_percent": {o: {"closed_form": None, "renewal": None, "simulation": 1.0} for o in origins},
         "timing_mape_percent": dict.fromkeys(origins, 1.0), "timing_worst_percent": dict.fromkeys(origins, 2.0),

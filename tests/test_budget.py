@@ -103,7 +103,7 @@ def test_the_page_says_the_reports_numbers(tmp_path: Path) -> None:
     rows = [row("autoregressive", 10.0, lookahead=[]), row("pipelined", 20.0, "emulated")]
     origins = ("measured", "emulated")
     data = {"model": "m", "dtype": "float32", "calibration_prompts": ["a"], "evaluation_prompts": ["b"], "rows": rows,
-            "max_new_tokens": 24, "host": {"cpu": "x", "cores": 2}, "versions": {"torch": "1"},
+            "max_new_tokens": 24, "drawn": "greedy", "host": {"cpu": "x", "cores": 2}, "versions": {"torch": "1"},
             "timing_mape_percent": dict.fromkeys(origins, 1.0), "timing_worst_percent": dict.fromkeys(origins, 2.0),
             "noise_floor_percent": 0.7}
     write_page(data, tmp_path / "v.md", "pipespec validate --page v.md")

@@ -67,7 +67,7 @@ from pipespec_model.agreement import Agreement
 from pipespec_model.errors import InputError, StageError
 from pipespec_model.latency import Constant
 from pipespec_model.messages import Step
-from pipespec_model.profile import Profile, StageLatency
+from pipespec_model.profile import PROFILE_VERSION, Profile, StageLatency
 from pipespec_model.spec import LinkSpec, PipelineSpec, StageSpec
 from pipespec_model.trace import PromptRecord, StepRecord, Trace, TraceWriter, load_trace, save_trace
 from simulate.engine import PromptRun
@@ -564,16 +564,16 @@ CONSTANT = {"kind": "constant", "seconds": 1}
 def test_a_profile_without_a_version_is_of_this_one() -> None:
     """A profile by hand may leave its version out and is read as one of today's; a written one has it."""
     made = Profile.from_dict({"latency": {"a": CONSTANT}})
-    assert made.to_dict()["version"] == 1
+    assert made.to_dict()["version"] == PROFILE_VERSION
     assert Profile.from_dict(made.to_dict()).to_dict() == made.to_dict()
 
 
 @pytest.mark.parametrize("version", [
-    2, 0, "1", None, math.nan, [1], True,
+    PROFILE_VERSION + 1, 0, "1", None, math.nan, [1], True,
 ])
 def test_a_version_is_a_whole_number(version: Any) -> None:
     """A profile's version that is newer, older or no number is refused by that name, as a trace's is."""
-    with pytest.raises(InputError, match="profile: version must be 1"):
+    with pytest.raises(InputError, match="profile: version must be 1 or 2"):
         Profile.from_dict({"version": version, "latency": {"a": CONSTANT}})
 
 
